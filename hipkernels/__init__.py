@@ -1,0 +1,1 @@
+"""Fused kernels from one source for AMD GPUs, NVIDIA GPUs and CPUs."""

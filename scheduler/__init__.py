@@ -1,0 +1,1 @@
+"""What runs when: schedules as values, generators, lowering, proof, simulation, drawing. No torch, no MPI, no GPU."""
