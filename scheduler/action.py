@@ -1,0 +1,119 @@
+"""Actions: the words in which schedules, programs, traces and error messages speak.
+
+An action is ``(stage, kind, micro-batch)``. Its text form puts the three together, ``2F0`` is the forward of stage 2 on
+micro-batch 0, and is the same in code, file, trace, picture and log. Kinds without a micro-batch (``2REDUCE``) omit it.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import IntEnum
+from typing import NamedTuple
+
+from pipert.scheduler.errors import ActionError
+
+STAGE_SHIFT = 36
+KIND_SHIFT = 28
+MICROBATCH_MASK = (1 << KIND_SHIFT) - 1
+KIND_MASK = (1 << (STAGE_SHIFT - KIND_SHIFT)) - 1
+MAX_STAGES = 1 << 26
+
+
+class Kind(IntEnum):
+    """What an action does. The numbers are part of the packed form, never of a file."""
+
+    F = 0  #: forward
+    B = 1  #: whole backward: input gradient and weight gradient
+    I = 2  # noqa: E741  #: input-gradient half of the backward
+    W = 3  #: weight-gradient half of the backward
+    SEND_F = 4  #: send the stage's output to the next stage
+    RECV_F = 5  #: receive the stage's input from the previous stage
+    SEND_B = 6  #: send the stage's input gradient to the previous stage
+    RECV_B = 7  #: receive the stage's output gradient from the next stage
+    SEND_META = 8  #: send the sizes of a forward message
+    RECV_META = 9  #: receive the sizes of a forward message
+    REDUCE = 10  #: sum the stage's gradients over its data-parallel replicas
+    TIE = 11  #: sum the gradients of a tied weight over the stages that hold it (the micro-batch field is the tie's index)
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether the action computes (and so may appear in a `Schedule`)."""
+        return self <= Kind.W
+
+    @property
+    def is_message(self) -> bool:
+        """Whether the action is one end of a point-to-point message."""
+        return Kind.SEND_F <= self <= Kind.RECV_META
+
+    @property
+    def is_send(self) -> bool:
+        """Whether the action is the sending end of a message."""
+        return self in (Kind.SEND_F, Kind.SEND_B, Kind.SEND_META)
+
+    @property
+    def has_microbatch(self) -> bool:
+        """Whether the text form carries a number behind the kind."""
+        return self is not Kind.REDUCE
+
+
+#: The other end of each message: kind there, and that end's stage minus this end's.
+COUNTERPART: dict[Kind, tuple[Kind, int]] = {
+    Kind.SEND_F: (Kind.RECV_F, +1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, +1),
+    Kind.SEND_META: (Kind.RECV_META, +1),
+    Kind.RECV_META: (Kind.SEND_META, -1),
+}
+
+_TEXT = re.compile(r"(\d+)([A-Z](?:[A-Z_]*[A-Z])?)(\d+)?", re.ASCII)
+
+
+class Action(NamedTuple):
+    """One thing a rank does: ``kind`` for ``microbatch`` at ``stage``; all numbers start at 0."""
+
+    stage: int
+    kind: Kind
+    microbatch: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.name}{self.microbatch if self.kind.has_microbatch else ''}"
+
+    @property
+    def counterpart(self) -> Action:
+        """The action at the other end of this message."""
+        kind, offset = COUNTERPART[self.kind]
+        return Action(self.stage + offset, kind, self.microbatch)
+
+    @property
+    def code(self) -> int:
+        """The action packed into one integer: ``stage << 36 | kind << 28 | microbatch``."""
+        return self.stage << STAGE_SHIFT | self.kind << KIND_SHIFT | self.microbatch
+
+    @classmethod
+    def from_code(cls, code: int) -> Action:
+        """Unpack `code`."""
+        return cls(code >> STAGE_SHIFT, Kind(code >> KIND_SHIFT & KIND_MASK), code & MICROBATCH_MASK)
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read the text form.
+
+        Raises:
+            ActionError: the text is not exactly one action.
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ActionError(f"{text!r} is not an action; write stage, kind, micro-batch, for example 2F0 or 1SEND_B3")
+        stage, name, microbatch = match.groups()
+        if name not in Kind.__members__:
+            known = ", ".join(Kind.__members__)
+            raise ActionError(f"{text!r} has the unknown kind {name!r}; the kinds are {known}")
+        kind = Kind[name]
+        if kind.has_microbatch != (microbatch is not None):
+            rule = "needs a micro-batch" if kind.has_microbatch else "takes no micro-batch"
+            raise ActionError(f"{text!r}: {name} {rule}, for example {cls(0, kind)}")
+        action = cls(int(stage), kind, int(microbatch or 0))
+        if action.stage >= MAX_STAGES or action.microbatch > MICROBATCH_MASK:
+            raise ActionError(f"{text!r} is out of range: stages < {MAX_STAGES}, micro-batches <= {MICROBATCH_MASK}")
+        return action

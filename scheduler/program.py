@@ -1,0 +1,62 @@
+"""Program: a schedule lowered for a transport, with every message and reduction written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipert.scheduler.action import Action
+from pipert.scheduler.placement import Placement
+from pipert.scheduler.row import ActionRow
+from pipert.scheduler.schedule import Schedule
+from pipert.scheduler.semantics import Semantics
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Program:
+    """For every rank all its actions in order: compute, messages, reductions.
+
+    Like a `Schedule` it is a plain value that may be wrong. The executor runs exactly this and decides nothing.
+    A message is posted where it stands; a compute action waits for the messages that feed it.
+
+    Attributes:
+        schedule: the schedule it was lowered from.
+        semantics: the transport's message rules it was lowered for.
+        rows: one `ActionRow` a rank.
+        groups: for every rank the spans ``[start, stop)`` of its row whose messages are issued as one group.
+        trainable_from: stages below this one have no trainable weight: no backward there, and no gradient goes down to
+            them. ``num_stages`` means forward only (evaluation).
+        ties: for every group of tied weights the stages that hold a copy.
+    """
+
+    schedule: Schedule
+    semantics: Semantics
+    rows: tuple[ActionRow, ...]
+    groups: tuple[tuple[Span, ...], ...] = ()
+    trainable_from: int = 0
+    ties: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def placement(self) -> Placement:
+        """The rank of every stage."""
+        return self.schedule.placement
+
+    @property
+    def microbatches(self) -> int:
+        """The number of micro-batches of a step."""
+        return self.schedule.microbatches
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.rows)
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return self.schedule.num_stages
+
+    def peer(self, message: Action) -> int:
+        """The rank at the other end of a message."""
+        return self.placement.owners[message.counterpart.stage]

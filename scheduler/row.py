@@ -1,0 +1,90 @@
+"""A rank's actions in order, packed so that millions of them are cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, MICROBATCH_MASK, STAGE_SHIFT, Action
+
+Codes = npt.NDArray[np.int64]
+
+
+class ActionRow(Sequence[Action]):
+    """An immutable sequence of actions over one array of packed codes (8 bytes an action).
+
+    It compares, hashes and iterates as a tuple of actions would. Loops over many actions read `codes`,
+    `stages`, `kinds` and `microbatches` instead of creating objects.
+    """
+
+    __slots__ = ("_codes",)
+
+    def __init__(self, actions: Iterable[Action] = ()) -> None:
+        self._codes: Codes = np.fromiter((action.code for action in actions), dtype=np.int64)
+        self._codes.flags.writeable = False
+
+    @classmethod
+    def from_codes(cls, codes: npt.ArrayLike) -> ActionRow:
+        """Wrap packed codes (copied unless already a read-only int64 array)."""
+        row = cls.__new__(cls)
+        array = np.asarray(codes, dtype=np.int64)
+        row._codes = array if not array.flags.writeable else array.copy()
+        row._codes.flags.writeable = False
+        return row
+
+    @classmethod
+    def parse(cls, text: str) -> ActionRow:
+        """Read actions separated by white space."""
+        return cls(map(Action.parse, text.split()))
+
+    @property
+    def codes(self) -> Codes:
+        """The packed codes, int64, read-only."""
+        return self._codes
+
+    @property
+    def stages(self) -> Codes:
+        """The stage of every action."""
+        return self._codes >> STAGE_SHIFT
+
+    @property
+    def kinds(self) -> Codes:
+        """The kind of every action, as numbers of `Kind`."""
+        return self._codes >> KIND_SHIFT & KIND_MASK
+
+    @property
+    def microbatches(self) -> Codes:
+        """The micro-batch of every action."""
+        return self._codes & MICROBATCH_MASK
+
+    def __len__(self) -> int:
+        return len(self._codes)
+
+    @overload
+    def __getitem__(self, index: int) -> Action: ...
+    @overload
+    def __getitem__(self, index: slice) -> ActionRow: ...
+    def __getitem__(self, index: int | slice) -> Action | ActionRow:
+        if isinstance(index, slice):
+            return ActionRow.from_codes(self._codes[index])
+        return Action.from_code(int(self._codes[index]))
+
+    def __iter__(self) -> Iterator[Action]:
+        return map(Action.from_code, self._codes.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ActionRow):
+            return bool(np.array_equal(self._codes, other._codes))
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._codes.tobytes())
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
+
+    def __repr__(self) -> str:
+        return f"ActionRow.parse({str(self)!r})"

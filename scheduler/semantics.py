@@ -1,0 +1,60 @@
+"""What a transport guarantees about messages, as a value that lowering and the verifier use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Matching = Literal["tag", "order"]
+Channel = Literal["message", "pair", "direction", "rank"]
+
+
+@dataclass(frozen=True)
+class Semantics:
+    """The message rules of a transport.
+
+    A rank goes through its program in order. Reaching a SEND or RECV *posts* it. Operations that share a channel form a
+    queue: each starts only when the one before it is complete. A RECV completes when its SEND has started; a SEND
+    completes at once where sends are buffered, else when its RECV has started (rendezvous). A compute action waits for
+    the RECV that feeds it. Where operations are blocking, the rank itself also waits in each one until it is complete.
+    In a group, all operations start together and each completes on its own.
+
+    Attributes:
+        name: what error messages call it.
+        buffered: a send completes without its receiver.
+        blocking: SEND and RECV hold the rank until they are complete.
+        matching: a receive gets the message with its ``tag``, or the next one in ``order`` from that peer.
+        channel: what shares a queue: nothing (each ``message`` on its own), each ``pair`` of ranks, each ``direction`` of
+            a pair, or all messages of a ``rank``.
+        grouped: adjacent messages may be issued as one group.
+    """
+
+    name: str
+    buffered: bool = False
+    blocking: bool = False
+    matching: Matching = "tag"
+    channel: Channel = "message"
+    grouped: bool = False
+
+
+#: Non-blocking MPI: tags, no queues, and no reliance on eager sends (they stop at a few KiB).
+MPI = Semantics("mpi")
+#: Blocking MPI sends that never buffer (MPI_Ssend): the strictest use of MPI.
+MPI_SYNCHRONOUS = Semantics("mpi-synchronous", blocking=True)
+#: Blocking MPI sends into buffers (MPI_Bsend).
+MPI_BUFFERED = Semantics("mpi-buffered", buffered=True, blocking=True)
+#: NCCL and RCCL: matched by order, never buffered; one communicator and stream per pair of ranks.
+NCCL_PAIR = Semantics("nccl-pair", matching="order", channel="pair")
+#: One communicator per direction of each pair.
+NCCL_DIRECTION = Semantics("nccl-direction", matching="order", channel="direction")
+#: One communicator for all peers of a rank.
+NCCL_RANK = Semantics("nccl-rank", matching="order", channel="rank")
+#: One communicator per pair, adjacent messages issued between ncclGroupStart and ncclGroupEnd.
+NCCL_GROUPED = Semantics("nccl-grouped", matching="order", channel="pair", grouped=True)
+#: gloo: buffered in practice for small messages only, so treated as rendezvous; matched by tag.
+GLOO = Semantics("gloo")
+
+NAMED: dict[str, Semantics] = {
+    value.name: value
+    for value in (MPI, MPI_SYNCHRONOUS, MPI_BUFFERED, NCCL_PAIR, NCCL_DIRECTION, NCCL_RANK, NCCL_GROUPED, GLOO)
+}
