@@ -1,0 +1,49 @@
+# pipert's commands. `make train` and `make test` are all the set-up there is: each makes .venv first.
+
+PYTHON ?= python3
+VENV   ?= .venv
+RANKS  ?= 4
+CONFIG ?= examples/configs/tiny.toml
+WORKERS ?= 2
+# More arguments for pytest, such as PYTEST_ARGS="-k scheduler -x".
+PYTEST_ARGS ?=
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test lint format bench clean
+
+help:  ## this list
+	@grep -E '^[a-z]+: .*##|^[a-z]+:  ##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP)  ## make .venv and install pipert into it (nothing to do when setup.cfg and constraints.txt are unchanged)
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "pipert needs Python 3.11 or newer, and $(PYTHON) is not: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[mpich,dev]'
+	@touch $@
+
+train: install  ## train a small GPT over 4 MPI ranks and draw its pipeline
+	$(BIN)/pipert launch -n $(RANKS) examples/train_gpt.py $(CONFIG)
+
+test: install  ## the whole test suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: install  ## style, types and layering
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install  ## sort the imports and lay the code out
+	$(BIN)/ruff check --select I --fix
+	$(BIN)/ruff format
+
+bench: install  ## every benchmark, one after another
+	$(BIN)/python benchmarks/run_all.py
+
+clean:  ## remove what builds, tests and runs left (not .venv)
+	rm -rf build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
