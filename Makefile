@@ -42,8 +42,8 @@ format: install  ## sort the imports and lay the code out
 	$(BIN)/ruff format
 
 bench: install  ## every benchmark, one after another
-	$(BIN)/python benchmarks/run_all.py
+	$(BIN)/python benchmarks
 
-clean:  ## remove what builds, tests and runs left (not .venv)
-	rm -rf build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov
+clean:  ## remove what builds and tests left (keeps .venv and runs/)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,53 @@
+"""The ``pipert`` command.
+
+It starts quickly: a command's module, and with it torch or numba, is imported when the command is used.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from pipert import __version__
+from pipert.cli.lazy import LazyCommand
+from pipert.comm.errors import CommError
+from pipert.errors import PipertError
+from pipert.scheduler.errors import ScheduleError
+
+#: name -> (module that holds the command as ``app``, its line in ``pipert --help``)
+COMMANDS = {
+    "launch": ("pipert.cli.launch", "Run a script on several MPI ranks of this machine."),
+    "schedule": ("pipert.cli.schedule", "Show, check and simulate pipeline schedules."),
+    "doctor": ("pipert.cli.doctor", "Report what this machine offers: MPI, threads, compilers, GPUs."),
+}
+
+app = typer.Typer(name="pipert", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pipert {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Pipeline-parallel runtime for training transformers on MPI and RCCL."""
+
+
+def main() -> None:
+    """Run the ``pipert`` command; pipert's own errors end it with one message and exit code 2."""
+    group = typer.main.get_group(app)
+    for name, (module, help_line) in COMMANDS.items():
+        group.add_command(LazyCommand(name, module=module, help_line=help_line))
+    try:
+        group(prog_name="pipert")
+    except (PipertError, CommError, ScheduleError) as error:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,76 @@
+"""Importing is quick and does nothing: no torch, no MPI, no compiler, no device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"torch", "mpi4py", "numba", "networkx", "matplotlib", "pydantic", "numpy"}
+
+
+def modules_after(code: str) -> set[str]:
+    """Top-level names in ``sys.modules`` after a fresh interpreter ran the code."""
+    report = "; import sys, json; sys.stderr.write(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    done = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+def test_importing_pipert_loads_nothing_heavy() -> None:
+    assert not modules_after("import pipert; pipert.__version__; dir(pipert)") & HEAVY
+
+
+def test_importing_the_command_loads_nothing_heavy() -> None:
+    assert not modules_after("import pipert.cli") & HEAVY
+
+
+def test_the_scheduler_needs_no_torch_and_no_mpi() -> None:
+    walk = (
+        "import pkgutil, importlib, pipert.scheduler as s\n"
+        "for m in pkgutil.walk_packages(s.__path__, 'pipert.scheduler.'): importlib.import_module(m.name)\n"
+        "0"
+    )
+    loaded = modules_after(walk)
+    assert "pipert" in loaded
+    assert not loaded & {"torch", "mpi4py"}
+
+
+def test_importing_every_module_starts_no_mpi_and_compiles_nothing() -> None:
+    walk = (
+        "import pkgutil, importlib, sys, pipert\n"
+        "for m in pkgutil.walk_packages(pipert.__path__, 'pipert.'):\n"
+        "    if not m.name.endswith('__main__'): importlib.import_module(m.name)\n"
+        "assert 'mpi4py.MPI' not in sys.modules, 'MPI was started'\n"
+        "torch = sys.modules.get('torch')\n"
+        "assert torch is None or not torch.cuda.is_initialized(), 'a GPU was touched'\n"
+        "assert torch is None or not torch.distributed.is_initialized()\n"
+        "0"
+    )
+    assert "pipert" in modules_after(walk)
+
+
+@pytest.mark.parametrize("name", __import__("pipert").__all__)
+def test_every_public_name_has_a_home(name: str) -> None:
+    import pipert
+
+    assert getattr(pipert, name) is not None
+    assert name in dir(pipert)
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    import pipert
+
+    with pytest.raises(AttributeError, match="no attribute 'Pipelin'"):
+        pipert.Pipelin  # noqa: B018
+
+
+def test_the_three_packages_have_one_import_name_each() -> None:
+    import pipert.comm
+    import pipert.hipkernels
+    import pipert.scheduler
+
+    assert pipert.comm.__name__ == "pipert.comm"
+    assert not {"comm", "scheduler", "hipkernels"} & modules_after("import pipert.comm, pipert.scheduler, pipert.hipkernels")
