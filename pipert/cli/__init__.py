@@ -9,6 +9,7 @@ import sys
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from pipert import __version__
 from pipert.cli.lazy import LazyCommand
@@ -41,13 +42,18 @@ def root(
     """Pipeline-parallel runtime for training transformers on MPI and RCCL."""
 
 
-def main() -> None:
-    """Run the ``pipert`` command; pipert's own errors end it with one message and exit code 2."""
+def build() -> TyperGroup:
+    """The whole command, each sub-command ready to be imported when it is used."""
     group = typer.main.get_group(app)
     for name, (module, help_line) in COMMANDS.items():
         group.add_command(LazyCommand(name, module=module, help_line=help_line))
+    return group
+
+
+def main() -> None:
+    """Run the ``pipert`` command; pipert's own errors end it with one message and exit code 2."""
     try:
-        group(prog_name="pipert")
+        build()(prog_name="pipert")
     except (PipertError, CommError, ScheduleError) as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         sys.exit(2)

@@ -10,9 +10,9 @@ app = typer.Typer(rich_markup_mode=None)
 
 
 # Options after the script belong to the script.
-@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+@app.command(context_settings={"allow_interspersed_args": False})
 def launch(
-    command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="A Python script and its arguments.")],
+    command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="A Python script and its options.")],
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks to start.")],
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module's import name.")] = False,
 ) -> None:

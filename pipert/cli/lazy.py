@@ -24,5 +24,8 @@ class LazyCommand(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Import the real command and let it read its arguments."""
-        command = typer.main.get_command(import_module(self.module).app)
-        return command.make_context(info_name, args, parent, **extra)
+        return self.load().make_context(info_name, args, parent, **extra)
+
+    def load(self) -> Any:
+        """Import the real command."""
+        return typer.main.get_command(import_module(self.module).app)
