@@ -16,8 +16,17 @@ class Semantics:
     A rank goes through its program in order. Reaching a SEND or RECV *posts* it. Operations that share a channel form a
     queue: each starts only when the one before it is complete. A RECV completes when its SEND has started; a SEND
     completes at once where sends are buffered, else when its RECV has started (rendezvous). A compute action waits for
-    the RECV that feeds it. Where operations are blocking, the rank itself also waits in each one until it is complete.
-    In a group, all operations start together and each completes on its own.
+    the RECV that feeds it, a RECV_F for the RECV_META that tells its size (the rank stands still until it is there).
+    Where operations are blocking, the rank itself also waits in each one until it is complete.
+
+    In a group, all operations start together, once the last is posted and everything queued before any of them is
+    complete; each completes on its own. What is queued behind a group waits for all of the group's operations on that
+    channel. Where operations are blocking, the rank waits at the group's end, for all of them.
+
+    Collectives share no queue with messages. A TIE completes when every rank of the tie has posted it (a rank with
+    several copies adds them itself and takes part with its last TIE); a REDUCE is among replicas that run the same
+    program, so it completes by itself. The collectives of one stage follow one another: each holds the rank until the
+    one before it is complete. The step ends when every operation is complete.
 
     Attributes:
         name: what error messages call it.

@@ -1,0 +1,54 @@
+"""Kernels: plain functions over flat arrays that are compiled only when there is enough work.
+
+numba takes longer to import than a small schedule takes to check, so short inputs run as plain Python over lists
+(indexing a list is several times faster than indexing an array) and long ones are compiled once and cached on disk.
+A kernel is one function: it indexes one-dimensional arrays with integers, writes results into arrays it was
+given, and calls nothing but built-ins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+#: Below this many actions compiling does not pay.
+WORTH_COMPILING = 20_000
+
+
+def compiled(function: Callable[..., Any], work: int) -> Callable[..., Any]:
+    """Return `function`, compiled if it has `work` actions to go through and that pays.
+
+    Args:
+        function: a kernel.
+        work: how many actions it is going to visit.
+
+    Returns:
+        A callable that takes and fills NumPy arrays as `function` would. Read-only arrays are inputs.
+    """
+    return _jitted(function) if work >= WORTH_COMPILING else _over_lists(function)
+
+
+@cache
+def _jitted(function: Callable[..., Any]) -> Callable[..., Any]:
+    import numba
+
+    try:
+        return numba.njit(cache=True)(function)  # type: ignore[no-any-return]
+    except RuntimeError:  # no directory to write the cache to
+        return numba.njit(function)  # type: ignore[no-any-return]
+
+
+@cache
+def _over_lists(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        lists = [arg.tolist() if isinstance(arg, np.ndarray) else arg for arg in args]
+        result = function(*lists)
+        for arg, values in zip(args, lists, strict=True):
+            if isinstance(arg, np.ndarray) and arg.flags.writeable:
+                arg[:] = values
+        return result
+
+    return run
