@@ -24,7 +24,8 @@ class Program:
         schedule: the schedule it was lowered from.
         semantics: the transport's message rules it was lowered for.
         rows: one `ActionRow` a rank.
-        groups: for every rank the spans ``[start, stop)`` of its row whose messages are issued as one group.
+        groups: for every rank the spans ``[start, stop)`` of its row whose messages are issued as one group; empty if
+            no rank has one.
         trainable_from: stages below this one have no trainable weight: no backward there, and no gradient goes down to
             them. ``num_stages`` means forward only (evaluation).
         ties: for every group of tied weights the stages that hold a copy.
@@ -36,6 +37,14 @@ class Program:
     groups: tuple[tuple[Span, ...], ...] = ()
     trainable_from: int = 0
     ties: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.groups and not any(self.groups):  # one spelling of "no groups", so that equal programs compare equal
+            object.__setattr__(self, "groups", ())
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """The groups of one rank."""
+        return self.groups[rank] if self.groups else ()
 
     @property
     def placement(self) -> Placement:
