@@ -25,3 +25,7 @@ class HangError(CommError, TimeoutError):
 
 class JobAborted(CommError, RuntimeError):
     """Another rank failed first; the message carries that first cause."""
+
+
+class OptionError(CommError, ValueError):
+    """An option of a transport has a value it cannot have."""
