@@ -33,7 +33,9 @@ class Kind(IntEnum):
     SEND_META = 8  #: send the sizes of a forward message
     RECV_META = 9  #: receive the sizes of a forward message
     REDUCE = 10  #: sum the stage's gradients over its data-parallel replicas
-    TIE = 11  #: sum the gradients of a tied weight over the stages that hold it (the micro-batch field is the tie's index)
+    TIE = (
+        11  #: sum a tied weight's gradients over the stages that hold it (the number is the tie's, not a micro-batch's)
+    )
 
     @property
     def is_compute(self) -> bool:

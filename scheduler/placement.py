@@ -23,7 +23,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         if not self.owners or set(self.owners) != set(range(max(self.owners) + 1)):
-            raise LayoutError(f"placement {self.owners} must use every rank from 0 on; give each rank at least one stage")
+            raise LayoutError(f"placement {self.owners} must use every rank from 0 on; give each one a stage")
 
     @classmethod
     def linear(cls, ranks: int) -> Placement:

@@ -13,6 +13,13 @@ from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, MICROBATCH_MASK, STAG
 Codes = npt.NDArray[np.int64]
 
 
+def pack(stages: npt.ArrayLike, kind: int | Codes, microbatches: npt.ArrayLike = 0) -> Codes:
+    """Pack many actions into codes; stages, kinds and micro-batches are arrays or single numbers."""
+    stages, kind, microbatches = np.asarray(stages, np.int64), np.asarray(kind, np.int64), np.asarray(microbatches)
+    codes: Codes = stages << STAGE_SHIFT | kind << KIND_SHIFT | microbatches
+    return codes
+
+
 class ActionRow(Sequence[Action]):
     """An immutable sequence of actions over one array of packed codes (8 bytes an action).
 

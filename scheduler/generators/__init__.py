@@ -1,0 +1,1 @@
+"""Generators: pure functions from ranks, micro-batches and chunks to a `Schedule`."""
