@@ -58,6 +58,14 @@ CARRIES: dict[Kind, tuple[ValueKind, int]] = {
     Kind.RECV_B: (ValueKind.GRADIENT, +1),
 }
 
+#: The message whose sizes a META message tells; the META comes first.
+TELLS: dict[Kind, Kind] = {Kind.SEND_META: Kind.SEND_F, Kind.RECV_META: Kind.RECV_F}
+
+#: For each kind of value the RECV that brings it from another rank.
+BRINGS: dict[tuple[ValueKind, int], Kind] = {
+    carried: kind for kind, carried in CARRIES.items() if kind not in TELLS and not kind.is_send
+}
+
 
 def needs(action: Action, num_stages: int) -> Iterator[Value]:
     """The values that a compute action needs (the first stage's input and the loss are always there)."""
@@ -70,6 +78,13 @@ def makes(action: Action) -> Iterator[Value]:
     """The values that a compute action makes."""
     for kind in MAKES[action.kind]:
         yield Value(kind, action.stage, action.microbatch)
+
+
+def makers(value: Value) -> Iterator[Action]:
+    """The actions any of which makes a value."""
+    for kind, made in MAKES.items():
+        if value.kind in made:
+            yield Action(value.stage, kind, value.microbatch)
 
 
 def carries(message: Action) -> Value:

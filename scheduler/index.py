@@ -1,0 +1,151 @@
+"""Index: where every action of a schedule or program stands, as tables that whole-program questions read at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, MICROBATCH_MASK, STAGE_SHIFT, Action, Kind
+from pipert.scheduler.dependencies import MAKES, ValueKind
+from pipert.scheduler.program import Program
+from pipert.scheduler.row import Codes
+from pipert.scheduler.schedule import Schedule
+
+Table = npt.NDArray[np.int32]  # positions, or -1
+Mask = npt.NDArray[np.bool_]
+
+#: A stage table larger than this many times the program itself means a number in it is wrong.
+MAX_SPARSITY = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """All actions one after another (rank 0's row, then rank 1's, …); an action's place in it is its *position*.
+
+    Attributes:
+        target: the schedule or program.
+        codes: the packed actions, int64 ``[actions]``.
+        offsets: where each rank's row starts, int64 ``[ranks + 1]``.
+        owners: the rank of every stage, int64 ``[stages]``.
+        usable: whether an action is of a known kind, in range and on its stage's rank ``[actions]``. Only these
+            are in the tables.
+        repeated: positions of actions that the same rank had before.
+        sparse: the program is so much smaller than stages × micro-batches that something is missing for certain; then
+            there are no tables.
+    """
+
+    target: Schedule | Program
+    codes: Codes
+    offsets: npt.NDArray[np.int64]
+    owners: npt.NDArray[np.int64]
+    usable: Mask
+    repeated: npt.NDArray[np.int64]
+    sparse: bool
+    _tables: dict[Kind, Table]
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.owners)
+
+    @property
+    def microbatches(self) -> int:
+        """The number of micro-batches."""
+        return self.target.microbatches
+
+    @property
+    def trainable_from(self) -> int:
+        """The first stage with a backward."""
+        return self.target.trainable_from if isinstance(self.target, Program) else 0
+
+    def table(self, kind: Kind) -> Table:
+        """Positions of all actions of `kind`, ``[stages, microbatches]``, −1 where there is none."""
+        return self._tables[kind] if kind in self._tables else self._nowhere
+
+    def has(self, kind: Kind) -> bool:
+        """Whether any action is of `kind`."""
+        return kind in self._tables
+
+    def made(self, value: ValueKind) -> Table:
+        """The position of the action that makes each value of a kind, ``[stages, microbatches]``, −1 if none does."""
+        makers = [self.table(kind) for kind, values in MAKES.items() if value in values and self.has(kind)]
+        if not makers:
+            return self._nowhere
+        result = makers[0]
+        for other in makers[1:]:
+            result = np.where(result >= 0, result, other)
+        return result
+
+    @cached_property
+    def _nowhere(self) -> Table:
+        return np.broadcast_to(np.int32(-1), (self.num_stages, self.microbatches))
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """The rank and the index in its row of a position."""
+        rank = int(np.searchsorted(self.offsets, position, side="right")) - 1
+        return rank, position - int(self.offsets[rank])
+
+    def action(self, position: int) -> Action:
+        """The action at a position."""
+        return Action.from_code(int(self.codes[position]))
+
+
+def index(target: Schedule | Program) -> Index:
+    """Index a schedule or program, right or wrong."""
+    rows = [row.codes for row in target.rows]
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    codes = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
+    codes.flags.writeable = False
+    owners = np.asarray(target.placement.owners, dtype=np.int64)
+    widths = _widths(target)
+    sparse = len(owners) * widths[Kind.F] > MAX_SPARSITY * (len(codes) + 1024)
+    usable = np.zeros(len(codes), dtype=np.bool_)
+    tables: dict[Kind, Table] = {}
+    repeated: list[npt.NDArray[np.int64]] = []
+    for rank, row in enumerate(rows):
+        span = slice(offsets[rank], offsets[rank + 1])
+        usable[span] = _usable(row, rank, owners, widths)
+        if not sparse:
+            repeated += _enter(tables, row, usable[span], int(offsets[rank]), len(owners), widths)
+    again = np.sort(np.concatenate(repeated)) if repeated else np.zeros(0, dtype=np.int64)
+    return Index(target, codes, offsets, owners, usable, again, sparse, tables)
+
+
+def _widths(target: Schedule | Program) -> npt.NDArray[np.int64]:
+    """For each kind how many numbers an action of it may carry; 0 for what is no kind."""
+    widths = np.zeros(KIND_MASK + 1, dtype=np.int64)
+    widths[: len(Kind)] = target.microbatches
+    widths[Kind.REDUCE] = 1
+    widths[Kind.TIE] = len(target.ties) if isinstance(target, Program) else 0
+    return widths
+
+
+def _usable(row: Codes, rank: int, owners: Codes, widths: npt.NDArray[np.int64]) -> Mask:
+    """Which actions of a row are of a known kind, in range and on their stage's rank."""
+    stages = row >> STAGE_SHIFT
+    known = (stages >= 0) & (stages < len(owners)) & (row & MICROBATCH_MASK < widths[row >> KIND_SHIFT & KIND_MASK])
+    return known & (owners[np.where(known, stages, 0)] == rank)
+
+
+def _enter(
+    tables: dict[Kind, Table], row: Codes, usable: Mask, offset: int, stages: int, widths: npt.NDArray[np.int64]
+) -> list[npt.NDArray[np.int64]]:
+    """Write one row's positions into the tables and return those of repeated actions."""
+    kinds = (row >> KIND_SHIFT & KIND_MASK).astype(np.uint8)
+    kinds[~usable] = len(Kind)
+    repeated = []
+    for kind in map(Kind, np.flatnonzero(np.bincount(kinds, minlength=len(Kind))[: len(Kind)]).tolist()):
+        if kind not in tables:
+            tables[kind] = np.full((stages, widths[kind]), -1, dtype=np.int32)
+        here = np.flatnonzero(kinds == kind)
+        places = (row[here] >> STAGE_SHIFT) * widths[kind] + (row[here] & MICROBATCH_MASK)
+        table = tables[kind].reshape(-1)
+        table[places[::-1]] = (here + offset)[::-1]  # of several the first stays
+        late = table[places] != here + offset
+        if late.any():
+            repeated.append(here[late] + offset)
+    return repeated

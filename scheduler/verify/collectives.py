@@ -1,0 +1,84 @@
+"""Rules about collectives: everyone who must take part does, and in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from pipert.scheduler.action import Action, Kind
+from pipert.scheduler.verify.fault import Fault
+from pipert.scheduler.verify.rule import Rule, Subject, count
+
+#: For one tie: where each rank takes part (its last TIE).
+Parts = dict[int, int]
+
+
+def _faults(subject: Subject) -> Iterator[Fault]:
+    if subject.program is None:
+        return
+    yield from _not_reduced(subject)
+    parts: dict[int, Parts] = {}
+    for tie, stages in enumerate(subject.program.ties):
+        parts[tie] = {}
+        yield from _absent_from_tie(subject, tie, stages, parts[tie])
+        yield from _partly_reduced(subject, tie, parts[tie])
+    for one, other in combinations(parts, 2):
+        yield from _crossed(subject, one, other, parts)
+
+
+def _not_reduced(subject: Subject) -> Iterator[Fault]:
+    """Stages that are not reduced although others are."""
+    if subject.index.has(Kind.REDUCE):
+        reduced = subject.index.table(Kind.REDUCE)[:, 0] >= 0
+        for stage in range(subject.index.trainable_from, subject.index.num_stages):
+            if not reduced[stage]:
+                text = f"the gradients of stage {stage} are never reduced, those of other stages are"
+                yield subject.missing("collective", Action(stage, Kind.REDUCE), text)
+
+
+def _absent_from_tie(subject: Subject, tie: int, stages: tuple[int, ...], parts: Parts) -> Iterator[Fault]:
+    """Ranks that hold a copy and take no part, or take part and hold none; fills `parts`."""
+    index = subject.index
+    holders: dict[int, int] = {int(index.owners[stage]): stage for stage in stages if stage < index.num_stages}
+    for stage in range(index.num_stages) if index.has(Kind.TIE) else ():
+        position = int(index.table(Kind.TIE)[stage, tie])
+        if position >= 0 and stage not in stages:
+            yield subject.at("collective", position, f"stage {stage} holds no copy of tie {tie}, stages {stages} do")
+        elif position >= 0:
+            owner = int(index.owners[stage])
+            parts[owner] = max(position, parts.get(owner, -1))
+    trained = min(stages, default=0) >= index.trainable_from and len(holders) > 1
+    for rank, stage in holders.items():
+        if rank not in parts and (parts or trained):
+            text = f"rank {rank} holds a copy of tie {tie} (stage {stage}) and never takes part in summing its gradients"
+            yield subject.missing("collective", Action(stage, Kind.TIE, tie), text)
+
+
+def _partly_reduced(subject: Subject, tie: int, parts: Parts) -> Iterator[Fault]:
+    """Ranks that sum a tie's gradients before they are reduced, where others do it after."""
+    reduced: dict[bool, int] = {}
+    for position in parts.values():
+        reduce = int(subject.index.table(Kind.REDUCE)[subject.index.action(position).stage, 0])
+        reduced[0 <= reduce < position] = position
+    if len(reduced) > 1:
+        text = f"takes part after its REDUCE, {subject.place(reduced[False])} before: the sum would mix the two"
+        yield subject.at("collective", reduced[True], text, reduced.values())
+
+
+def _crossed(subject: Subject, one: int, other: int, parts: dict[int, Parts]) -> Iterator[Fault]:
+    """Two ties that two ranks sum in different orders."""
+    shared = sorted(parts[one].keys() & parts[other].keys())
+    orders = {parts[one][rank] < parts[other][rank]: rank for rank in shared}
+    if len(orders) > 1:
+        text = f"rank {orders[True]} sums tie {one} before tie {other}, rank {orders[False]} after it"
+        yield subject.at("collective", parts[one][orders[False]], text)
+
+
+def _describe(subject: Subject) -> str:
+    ties = len(subject.program.ties) if subject.program else 0
+    reduced = "every trained stage is reduced" if subject.index.has(Kind.REDUCE) else "no stage is reduced"
+    summed = f"{count(ties, 'tie')} summed by every rank that holds a copy" if ties else "no weights are tied"
+    return f"{reduced}, {summed}"
+
+
+COLLECTIVE_RULES = (Rule("collective", _faults, _describe),)

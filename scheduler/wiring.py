@@ -1,0 +1,170 @@
+"""Wiring: who waits for whom in a program, as the flat arrays on which `worklist.play_program` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pipert.scheduler.action import COUNTERPART, KIND_MASK, KIND_SHIFT, STAGE_SHIFT, Kind
+from pipert.scheduler.dependencies import BRINGS, NEEDS, TELLS
+from pipert.scheduler.index import Index
+from pipert.scheduler.program import Program
+from pipert.scheduler.semantics import Semantics
+from pipert.scheduler.worklist import Ints, Positions
+
+_OFFSETS = np.zeros(len(Kind), dtype=np.int64)
+_OFFSETS[list(COUNTERPART)] = [offset for _, offset in COUNTERPART.values()]
+_ACROSS = np.zeros(len(Kind), dtype=np.int64)  # what to add to a code to get the other end's
+_ACROSS[list(COUNTERPART)] = [(end - kind << KIND_SHIFT) + (off << STAGE_SHIFT) for kind, (end, off) in COUNTERPART.items()]
+_IS_SEND = np.array([kind.is_send for kind in Kind])
+_IS_MESSAGE = np.array([kind.is_message for kind in Kind])
+
+
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """The messages of one rank's row, in order.
+
+    Attributes:
+        positions: where they stand.
+        peers: the rank at the other end of each.
+        sends: whether each is the sending end.
+    """
+
+    positions: Positions
+    peers: Positions
+    sends: npt.NDArray[np.bool_]
+
+    def queues(self, semantics: Semantics) -> Iterator[Positions]:
+        """The positions of messages that share a channel, for each channel on which more than one can wait."""
+        if semantics.channel == "message":
+            return
+        keys = np.zeros_like(self.peers) if semantics.channel == "rank" else self.peers
+        if semantics.channel == "direction":
+            keys = 2 * keys + self.sends
+        for key in np.unique(keys).tolist():
+            yield self.positions[keys == key]
+
+    def to(self, peer: int) -> Positions:
+        """The positions of the sends to `peer`."""
+        return self.positions[(self.peers == peer) & self.sends]
+
+    def source(self, peer: int) -> Positions:
+        """The positions of the receives from `peer`."""
+        return self.positions[(self.peers == peer) & ~self.sends]
+
+
+def messages(index: Index, rank: int) -> Messages:
+    """The messages of a rank whose actions are all usable."""
+    start, stop = index.offsets[rank], index.offsets[rank + 1]
+    kinds = (index.codes[start:stop] >> KIND_SHIFT & KIND_MASK).astype(np.uint8)
+    here = np.flatnonzero(_IS_MESSAGE[kinds])
+    kinds = kinds[here]
+    positions = (here + start).astype(np.int32)
+    peers = index.owners[(index.codes[positions] >> STAGE_SHIFT) + _OFFSETS[kinds]].astype(np.int32)
+    return Messages(positions, peers, _IS_SEND[kinds])
+
+
+def counterparts(codes: Ints) -> Ints:
+    """The packed other ends of packed messages."""
+    return codes + _ACROSS[codes >> KIND_SHIFT & KIND_MASK]
+
+
+@dataclass(frozen=True, eq=False)
+class Wiring:
+    """The arrays `needs`, `ring`, `unit`, `behind` and `pending` of `worklist.play_program`, int32 ``[actions]``."""
+
+    index: Index
+    semantics: Semantics
+    needs: Positions
+    ring: Positions
+    unit: Positions
+    behind: Positions
+    pending: Positions
+
+
+def wire(index: Index, program: Program) -> Wiring:
+    """Wire a program in which every message has its other end (see `pipert.scheduler.verify`)."""
+    actions = len(index.codes)
+    none = np.full(actions, -1, dtype=np.int32)
+    needs, ring, behind = none, none.copy(), none.copy()
+    unit = _units(index, program)
+    pending = np.ones(actions, dtype=np.int32)
+    rows = [messages(index, rank) for rank in range(program.num_ranks)]
+    _feed(index, needs)
+    _pair(index, program.semantics, rows, ring)
+    _join_collectives(index, needs, ring)
+    for row in rows:
+        for queue in row.queues(program.semantics):
+            _line_up(queue, unit, behind, pending)
+    return Wiring(index, program.semantics, needs, ring, unit, behind, pending)
+
+
+def _units(index: Index, program: Program) -> Positions:
+    """The first operation of everyone's group; empty without groups."""
+    if not program.groups:
+        return np.zeros(0, dtype=np.int32)
+    unit = np.arange(len(index.codes), dtype=np.int32)
+    for rank, offset in enumerate(index.offsets[:-1].tolist()):
+        for start, stop in program.spans(rank):
+            unit[offset + start : offset + stop] = offset + start
+    return unit
+
+
+def _feed(index: Index, needs: Positions) -> None:
+    """Let computations wait for the receives that feed them, and receives for their sizes."""
+    for kind, entries in NEEDS.items():
+        for value, offset in entries:
+            if offset != 0 and index.has(kind) and index.has(BRINGS[value, offset]):
+                _wait(index.table(kind), index.table(BRINGS[value, offset]), needs)
+    for meta, message in TELLS.items():
+        if not meta.is_send and index.has(meta):
+            _wait(index.table(message), index.table(meta), needs)
+
+
+def _wait(waiting: Positions, awaited: Positions, needs: Positions) -> None:
+    both = (waiting >= 0) & (awaited >= 0)
+    needs[waiting[both]] = awaited[both]
+
+
+def _pair(index: Index, semantics: Semantics, rows: list[Messages], ring: Positions) -> None:
+    """Join the two ends of every message, as the transport matches them."""
+    if semantics.matching == "order":
+        for rank, row in enumerate(rows):
+            for peer in np.unique(row.peers[row.sends]).tolist():
+                sends, receives = row.to(peer), rows[peer].source(rank)
+                ring[sends], ring[receives] = receives, sends
+        return
+    for send, (receive, offset) in COUNTERPART.items():
+        if send.is_send and index.has(send):
+            near, far = index.table(send), np.roll(index.table(receive), -offset, axis=0)
+            there = near >= 0
+            ring[near[there]], ring[far[there]] = far[there], near[there]
+
+
+def _join_collectives(index: Index, needs: Positions, ring: Positions) -> None:
+    """Join the ranks of every tie, and let the collectives of one stage follow one another."""
+    tables = [index.table(kind) for kind in (Kind.REDUCE, Kind.TIE) if index.has(kind)]
+    if not tables:
+        return
+    for row in np.concatenate(tables, axis=1):
+        stage = np.sort(row[row >= 0])
+        ring[stage] = stage
+        needs[stage[1:]] = stage[:-1]
+    for column in tables[-1].T if index.has(Kind.TIE) else ():
+        last_of_rank = {index.locate(position)[0]: position for position in np.sort(column[column >= 0]).tolist()}
+        members = list(last_of_rank.values())
+        ring[members] = members[1:] + members[:1]
+
+
+def _line_up(queue: Positions, unit: Positions, behind: Positions, pending: Positions) -> None:
+    """Queue operations on one channel: each unit behind the one before."""
+    units = unit[queue] if len(unit) else queue
+    firsts = np.flatnonzero(np.diff(units, prepend=-1))
+    sizes = np.diff(firsts, append=len(queue))
+    turn = np.repeat(np.arange(len(firsts)), sizes)
+    ahead = turn < len(firsts) - 1
+    behind[queue[ahead]] = units[firsts[turn[ahead] + 1]]
+    pending[units[firsts[1:]]] += sizes[:-1].astype(np.int32)
