@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
+from collections.abc import Collection
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -16,7 +18,7 @@ from pipert.errors import DataError
 
 Split = Literal["file", "range"]
 
-_NO_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_NO_SOURCES = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def text_files(*places: str | Path) -> tuple[tuple[str, Path], ...]:
     documents: list[tuple[str, Path]] = []
     for place in map(Path, places):
         if place.is_dir():
-            documents += _below(place, "*", frozenset())
+            documents += _below(place)
         elif place.is_file():
             documents.append((place.name, place))
         else:
@@ -126,17 +128,18 @@ def standard_library() -> tuple[tuple[str, Path], ...]:
     Raises:
         DataError: this Python was installed without them.
     """
-    documents = _below(Path(sysconfig.get_path("stdlib")), "*.py", _NO_SOURCES)
+    everything = _below(Path(sysconfig.get_path("stdlib")), without=_NO_SOURCES)
+    documents = [(name, path) for name, path in everything if path.suffix == ".py"]
     if not documents:
         raise DataError("this Python has no sources of its standard library; name text files instead")
     return tuple(documents)
 
 
-def _below(folder: Path, pattern: str, without: frozenset[str]) -> list[tuple[str, Path]]:
+def _below(folder: Path, without: Collection[str] = ()) -> list[tuple[str, Path]]:
+    """Files below a folder that are not hidden, with their paths from it, sorted; some folders are not entered."""
     found = []
-    for path in folder.rglob(pattern):
-        name = path.relative_to(folder)
-        hidden = any(part.startswith(".") or part in without for part in name.parts)
-        if path.is_file() and not hidden:
-            found.append((name.as_posix(), path))
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
+        paths = [Path(place, name) for name in names if not name.startswith(".")]
+        found += [(path.relative_to(folder).as_posix(), path) for path in paths if path.is_file()]
     return sorted(found)

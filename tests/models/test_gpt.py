@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib.util
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +18,7 @@ from pipert.layers import Dropout, materialise
 from pipert.models import GPT, CausalLMLoss, GPTConfig
 from pipert.models.rotary import rotate
 from pipert.randomness import Draw, drawing
-
-_spec = importlib.util.spec_from_file_location("reference", Path(__file__).with_name("reference.py"))
-assert _spec and _spec.loader
-reference = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(reference)
+from tests.models import reference
 
 CASES = {"layers": 8, "hidden": 32, "heads": 4, "sequence": 16, "vocabulary": 61}
 
