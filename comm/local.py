@@ -18,9 +18,6 @@ from pipert.comm.local_transport import LocalTransport
 
 _Result = TypeVar("_Result")
 
-#: Seconds that ranks get to end by themselves once the job has failed, before they are interrupted.
-_GRACE = 5.0
-
 _CURRENT: contextvars.ContextVar[LocalTransport | None] = contextvars.ContextVar("pipert_local_transport", default=None)
 
 
@@ -40,6 +37,7 @@ def run_ranks(
     tag_bound: int = 32768,
     faults: Faults | None = None,
     deadline: float | None = 60.0,
+    grace: float = 5.0,
     leftovers: Literal["refuse", "ignore"] = "refuse",
     return_exceptions: bool = False,
 ) -> list[_Result]:
@@ -59,6 +57,8 @@ def run_ranks(
         tag_bound: tags lie below it.
         faults: delays, lost messages and killed ranks.
         deadline: seconds that one wait may take. A deadlock is found at once all the same.
+        grace: seconds that the ranks get to notice that the job has failed; then those that compute and never look are
+            interrupted at their next line of Python.
         leftovers: whether operations that never met their other half are an error at the end.
         return_exceptions: give back the exceptions in the place of results instead of raising the first cause.
 
@@ -91,7 +91,7 @@ def run_ranks(
             transport.close()
             fabric.leave(rank)
 
-    _run_threads(fabric, [partial(body, rank) for rank in range(size)])
+    _run_threads(fabric, [partial(body, rank) for rank in range(size)], grace)
     failure = fabric.failure
     if failure is None:
         if leftovers == "refuse" and (left := fabric.leftovers()):
@@ -102,7 +102,7 @@ def run_ranks(
     return outcomes
 
 
-def _run_threads(fabric: Fabric, bodies: list[Callable[[], None]]) -> None:
+def _run_threads(fabric: Fabric, bodies: list[Callable[[], None]], grace: float) -> None:
     """Run each body in a thread that inherits the caller's context; leave no thread behind."""
     threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(body,), name=f"pipert rank {rank}", daemon=True)
@@ -111,13 +111,13 @@ def _run_threads(fabric: Fabric, bodies: list[Callable[[], None]]) -> None:
     try:
         for thread in threads:
             thread.start()
-        stuck = fabric.join(_GRACE)
+        stuck = fabric.join(grace)
     except BaseException as error:  # the calling thread was interrupted, or there are no more threads to be had
         fabric.fail(error, None)
-        stuck = fabric.join(_GRACE)
+        stuck = fabric.join(grace)
         raise
     finally:
-        for ident in stuck:  # they compute and never look: interrupt them at their next line of Python
+        for ident in stuck:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(JobAborted))
         for thread in threads:
             if thread.ident is not None:

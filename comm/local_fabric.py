@@ -211,7 +211,8 @@ class Fabric:
     def _settle(self) -> None:
         while self.failure is None and self._blocked == self._live:
             if not self._matching.under_way():
-                self._fail(HangError("deadlock: every rank waits and nothing is under way" + self._describe()), None)
+                text = "deadlock: every live rank waits and nothing is under way" + self._describe()
+                self._fail(HangError(text), None)
             elif self._matching.next_due() is not None:
                 return  # real time will tell
             else:
