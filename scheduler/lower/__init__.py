@@ -1,0 +1,83 @@
+"""Lowering: from a schedule to the program that runs it on a transport, by passes from program to program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from pipert.scheduler.dependencies import MAKES
+from pipert.scheduler.errors import LayoutError, ScheduleError
+from pipert.scheduler.lower.groups import group_exchanges
+from pipert.scheduler.lower.meta import add_sizes
+from pipert.scheduler.lower.prefetch import prefetch_receives
+from pipert.scheduler.lower.reductions import add_reductions
+from pipert.scheduler.lower.sends import add_messages
+from pipert.scheduler.lower.trainable import drop_frozen
+from pipert.scheduler.program import Program
+from pipert.scheduler.schedule import Schedule
+from pipert.scheduler.semantics import Semantics
+
+
+def lower(
+    schedule: Schedule,
+    semantics: Semantics,
+    *,
+    trainable_from: int = 0,
+    ties: Sequence[Sequence[int]] = (),
+    reduce: bool = False,
+    meta: Iterable[int] = (),
+    prefetch: int = 1,
+) -> Program:
+    """Write down every message and reduction of a schedule, in an order that is safe on a transport.
+
+    If the schedule can run at all, the program can run on any transport with these semantics: nothing deadlocks, and no
+    two messages are swapped.
+
+    Args:
+        schedule: who computes what in which order.
+        semantics: the transport's message rules.
+        trainable_from: the first stage with anything to train; those below have no backward and get no gradient.
+            The number of stages means forward only.
+        ties: for every tied weight the stages that hold a copy.
+        reduce: whether gradients are summed over data-parallel replicas.
+        meta: the micro-batches whose sizes travel ahead of their forward messages.
+        prefetch: how many computations before its own each receive may be posted; at most so many more receive buffers
+            are live at any time.
+
+    Raises:
+        LayoutError: an argument is out of range.
+        ScheduleError: the schedule has an action that is no computation, is out of range, or stands on a rank that does
+            not own its stage.
+    """
+    if not 0 <= trainable_from <= schedule.num_stages:
+        raise LayoutError(f"trainable_from = {trainable_from} must be in 0 .. {schedule.num_stages}, the stages")
+    if prefetch < 0:
+        raise LayoutError(f"prefetch = {prefetch} must be >= 0")
+    _check(schedule)
+    copies = tuple(map(tuple, ties))
+    program = Program(schedule, semantics, schedule.rows, trainable_from=trainable_from, ties=copies)
+    program = drop_frozen(program)
+    program = add_messages(program)
+    program = add_sizes(program, meta)
+    program = prefetch_receives(program, prefetch)
+    program = add_reductions(program, reduce)
+    return group_exchanges(program)
+
+
+def _check(schedule: Schedule) -> None:
+    """Refuse a schedule that the passes cannot index."""
+    if len(schedule.rows) != schedule.placement.num_ranks:
+        ranks = schedule.placement.num_ranks
+        raise ScheduleError(f"{len(schedule.rows)} rows for a placement on {ranks} ranks; give each rank one row")
+    owners = np.array(schedule.placement.owners)
+    for rank, row in enumerate(schedule.rows):
+        known = (row.stages < len(owners)) & (row.microbatches < schedule.microbatches) & (row.kinds <= max(MAKES))
+        wrong = np.flatnonzero(~known | (owners[np.where(known, row.stages, 0)] != rank))
+        if len(wrong):
+            place = int(wrong[0])
+            raise ScheduleError(
+                f"rank {rank}, action {place}: {row[place]} cannot be lowered; a schedule holds computations of the "
+                f"rank's own stages {list(schedule.placement.stages_of(rank))}, micro-batches 0 .. "
+                f"{schedule.microbatches - 1}"
+            )

@@ -1,0 +1,82 @@
+"""Pass: add the sums over replicas and over tied weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from pipert.scheduler.action import Action, Kind
+from pipert.scheduler.dependencies import MAKES, ValueKind
+from pipert.scheduler.errors import LayoutError
+from pipert.scheduler.lower.messages import carrying, kinds_of, stages_of
+from pipert.scheduler.program import Program
+from pipert.scheduler.row import ActionRow, Codes
+
+_MAKES_WEIGHT = [kind for kind, values in MAKES.items() if ValueKind.WEIGHT in values]
+
+
+def add_reductions(program: Program, reduce: bool) -> Program:
+    """Add a TIE for each copy of a tied weight and, if asked, a REDUCE for each trainable stage.
+
+    * The REDUCE of a stage without tied weights starts behind the stage's last weight gradient (and its SEND_B), so it
+      overlaps the rest of the step. The stages of a rank follow one another from the last to the first: the order
+      in which they finish, whatever the number of micro-batches, so replicas always agree.
+    * Ties come at the end of every row, in their order, so no rank can wait for a tie while another waits for it. They
+      can hardly come earlier: a tie needs the last backward of its first stage.
+    * The REDUCE of a stage with tied weights comes after its ties: what a replica adds to the others' is then final.
+    """
+    tied = {stage for tie in live_ties(program) for stage in program.ties[tie]}
+    rows = tuple(_reduced(row.codes, program, rank, tied, reduce) for rank, row in enumerate(program.rows))
+    return replace(program, rows=rows)
+
+
+def live_ties(program: Program) -> list[int]:
+    """The ties whose stages are trained.
+
+    Raises:
+        LayoutError: a tie names a stage that is not there, fewer than two stages, or one twice; or some of its
+            stages are trained and some are not.
+    """
+    live = []
+    for tie, stages in enumerate(program.ties):
+        if len(stages) < 2 or len(set(stages)) < len(stages) or not set(stages) <= set(range(program.num_stages)):
+            raise LayoutError(
+                f"ties[{tie}] = {stages} must name two or more different stages of 0 .. {program.num_stages - 1}, "
+                "each with a copy of the weight"
+            )
+        trained = [stage >= program.trainable_from for stage in stages]
+        if any(trained) and not all(trained):
+            raise LayoutError(
+                f"ties[{tie}] = {stages} has stages below trainable_from = {program.trainable_from}, which get no "
+                "gradient; the copies of a trained weight are all trained: lower trainable_from, or leave out the tie"
+            )
+        if all(trained):
+            live.append(tie)
+    return live
+
+
+def _reduced(codes: Codes, program: Program, rank: int, tied: set[int], reduce: bool) -> ActionRow:
+    own = [stage for stage in program.placement.stages_of(rank) if stage >= program.trainable_from]
+    added: list[tuple[int, Action]] = []  # the place in the row, and what comes there
+    if reduce:
+        finished, place = _finished(codes), 0
+        for stage in sorted(finished.keys() - tied, reverse=True):
+            place = max(place, finished[stage])
+            added.append((place, Action(stage, Kind.REDUCE)))
+    for tie in live_ties(program):
+        added += [(len(codes), Action(stage, Kind.TIE, tie)) for stage in own if stage in program.ties[tie]]
+    if reduce:
+        added += [(len(codes), Action(stage, Kind.REDUCE)) for stage in reversed(own) if stage in tied]
+    return ActionRow.from_codes(np.insert(codes, [place for place, _ in added], [action.code for _, action in added]))
+
+
+def _finished(codes: Codes) -> dict[int, int]:
+    """For each stage of a row the place behind its last weight gradient and the message that belongs to it."""
+    makes_weight = np.flatnonzero(np.isin(kinds_of(codes), _MAKES_WEIGHT))[::-1]
+    stages, first = np.unique(stages_of(codes[makes_weight]), return_index=True)
+    finished = {}
+    for stage, last in zip(stages.tolist(), makes_weight[first].tolist(), strict=True):
+        sent = np.flatnonzero(codes[last:] == carrying(codes[last : last + 1])[0])
+        finished[stage] = last + 1 + (int(sent[0]) if len(sent) else 0)
+    return finished

@@ -1,0 +1,301 @@
+"""An executor that only follows the rules: slow, obvious, and independent of the verifier's and the lowering's code.
+
+`run` goes round the ranks and lets each do its next thing if it may, until nobody can. Whatever waits, waits for *all*
+of a fixed set of events, so the outcome does not depend on who is asked first: one run stands for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from pipert.scheduler.action import Action, Kind
+from pipert.scheduler.program import Program
+
+SENDS = {Kind.SEND_F: (Kind.RECV_F, +1), Kind.SEND_B: (Kind.RECV_B, -1), Kind.SEND_META: (Kind.RECV_META, +1)}
+RECEIVES = {receive: (send, -offset) for send, (receive, offset) in SENDS.items()}
+MESSAGES = SENDS | RECEIVES
+SIZED = {Kind.SEND_META: Kind.SEND_F, Kind.RECV_META: Kind.RECV_F}
+COLLECTIVES = (Kind.REDUCE, Kind.TIE)
+
+
+class Failure(Exception):
+    """The run went wrong; the message says where."""
+
+
+@dataclass(eq=False)
+class Operation:
+    """One end of a message, or a collective, from its posting to its completion."""
+
+    rank: int
+    place: int
+    action: Action
+    group: list[Operation] = field(default_factory=list)  # itself and those issued with it
+    ahead: list[Operation] = field(default_factory=list)  # what its queue does before
+    partners: list[Operation] = field(default_factory=list)  # what must have started for it to complete
+    posted: bool = False
+    started: bool = False
+    complete: bool = False
+
+
+def run(program: Program, live_limits: Sequence[int] | None = None) -> str | None:
+    """Execute a program by its transport's rules.
+
+    Args:
+        program: what to run.
+        live_limits: for every rank the largest number of activations it may hold at a time.
+
+    Returns:
+        None if all went well, else what went wrong.
+    """
+    try:
+        _check_actions(program)
+        _check_work(program)
+        _Run(program, live_limits).go()
+    except Failure as failure:
+        return str(failure)
+    return None
+
+
+def _check_actions(program: Program) -> None:
+    """Numbers in range, stages on their ranks, messages between two ranks."""
+    owners = program.placement.owners
+    if len(program.rows) != program.placement.num_ranks:
+        raise Failure("a rank without a row, or a row without a rank")
+    for rank, row in enumerate(program.rows):
+        for action in row:
+            numbers = {Kind.TIE: len(program.ties), Kind.REDUCE: 1}.get(action.kind, program.microbatches)
+            if not (action.stage < program.num_stages and action.microbatch < numbers):
+                raise Failure(f"rank {rank}: {action} is out of range")
+            if owners[action.stage] != rank:
+                raise Failure(f"rank {rank}: {action} is another rank's")
+            if action.kind in MESSAGES:
+                peer = action.stage + MESSAGES[action.kind][1]
+                if not 0 <= peer < program.num_stages or owners[peer] == rank:
+                    raise Failure(f"rank {rank}: {action} has no other rank")
+            if action.kind in (Kind.SEND_B, Kind.RECV_B):
+                lower = action.stage - (action.kind is Kind.SEND_B)
+                if lower < program.trainable_from:
+                    raise Failure(f"rank {rank}: {action} is a gradient that nobody wants")
+
+
+def _check_work(program: Program) -> None:
+    """Everything exactly once."""
+    count = Counter(action for row in program.rows for action in row)
+    if count and max(count.values()) > 1:
+        raise Failure(f"{count.most_common(1)[0][0]} is there more than once")
+    for stage in range(program.num_stages):
+        for microbatch in range(program.microbatches):
+            has = tuple(count[Action(stage, kind, microbatch)] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+            right = [(1, 1, 0, 0), (1, 0, 1, 1)] if stage >= program.trainable_from else [(1, 0, 0, 0)]
+            if has not in right:
+                raise Failure(f"stage {stage} does micro-batch {microbatch} {has} times (F, B, I, W)")
+    reduced = {action.stage for action in count if action.kind is Kind.REDUCE}
+    if reduced - set(range(program.trainable_from)) not in (
+        set(),
+        set(range(program.trainable_from, program.num_stages)),
+    ):
+        raise Failure(f"only stages {reduced} are reduced")
+    _check_ties(program)
+
+
+def _check_ties(program: Program) -> None:
+    """Every rank with a copy takes part in each tie, and no two ranks sum two ties in different orders."""
+    owners, parts = program.placement.owners, defaultdict(dict)
+    for rank, row in enumerate(program.rows):
+        for place, action in enumerate(row):
+            if action.kind is Kind.TIE:
+                if action.stage not in program.ties[action.microbatch]:
+                    raise Failure(f"rank {rank}: {action} of a stage without a copy")
+                parts[action.microbatch][rank] = place
+    for tie, stages in enumerate(program.ties):
+        holders = {owners[stage] for stage in stages}
+        needed = len(holders) > 1 and min(stages) >= program.trainable_from
+        if parts[tie].keys() != holders and (needed or parts[tie]):
+            raise Failure(f"ranks {set(parts[tie])} sum tie {tie}, ranks {holders} have copies")
+    for one, other in combinations(range(len(program.ties)), 2):
+        shared = parts[one].keys() & parts[other].keys()
+        if len({parts[one][rank] < parts[other][rank] for rank in shared}) > 1:
+            raise Failure(f"ties {one} and {other} in different orders")
+
+
+class _Run:
+    def __init__(self, program: Program, live_limits: Sequence[int] | None) -> None:
+        self.program, self.limits = program, live_limits
+        self.owners, self.last = program.placement.owners, program.num_stages - 1
+        self.rows = [list(row) for row in program.rows]
+        self.at = [0] * len(self.rows)
+        self.made: set[tuple[str, int, int]] = set()  # values are used on the rank that makes them, so one set will do
+        self.live = [0] * len(self.rows)
+        self.operations = [self.operations_of(rank) for rank in range(len(self.rows))]
+        self.open = [one for row in self.operations for one in row.values()]
+        self.pair_messages()
+        self.join_ties()
+
+    def go(self) -> None:
+        progress = True
+        while progress:
+            progress = False
+            for rank in range(len(self.rows)):
+                while self.step(rank):
+                    progress = True
+            progress |= self.operate()
+        for rank, row in enumerate(self.rows):
+            if self.at[rank] < len(row):
+                raise Failure(f"rank {rank} never gets past {row[self.at[rank]]}")
+        if self.open:
+            raise Failure(f"rank {self.open[0].rank}: {self.open[0].action} never completes")
+
+    # ---- who waits for whom ----
+
+    def operations_of(self, rank: int) -> dict[Action, Operation]:
+        """The operations of a rank, with their groups and queues."""
+        row = self.rows[rank]
+        made = {a: Operation(rank, i, a) for i, a in enumerate(row) if not a.kind.is_compute}
+        for operation in made.values():
+            operation.group = [operation]
+        for start, stop in self.program.spans(rank):
+            members = row[start:stop]
+            if not self.program.semantics.grouped or not all(action.kind in MESSAGES for action in members):
+                raise Failure(f"rank {rank}: {members} cannot be a group")
+            group = [made[action] for action in members]
+            for operation in group:
+                operation.group = group
+        queues = defaultdict(list)
+        for operation in made.values():
+            queue = queues[self.channel(operation)]
+            operation.ahead = [other for other in queue if other not in operation.group]
+            queue.append(operation)
+        return made
+
+    def channel(self, operation: Operation) -> object:
+        action = operation.action
+        if action.kind not in MESSAGES:
+            return action
+        peer = self.owners[action.stage + MESSAGES[action.kind][1]]
+        channels = {"message": action, "pair": peer, "direction": (peer, action.kind in SENDS), "rank": "all"}
+        return channels[self.program.semantics.channel]
+
+    def pair_messages(self) -> None:
+        """Give every message end its other end: the one with its tag, or the next in order."""
+        sends, receives = defaultdict(list), defaultdict(list)
+        for operation in self.open:
+            stage, kind, microbatch = operation.action
+            if kind in MESSAGES:
+                peer = self.owners[stage + MESSAGES[kind][1]]
+                tag = (
+                    (stage, kind, microbatch)
+                    if kind in SENDS
+                    else (stage + RECEIVES[kind][1], RECEIVES[kind][0], microbatch)
+                )
+                line = (operation.rank, peer) if kind in SENDS else (peer, operation.rank)
+                key = line if self.program.semantics.matching == "order" else tag
+                (sends if kind in SENDS else receives)[key].append(operation)
+        for key in sends.keys() | receives.keys():
+            if len(sends[key]) != len(receives[key]):
+                raise Failure(f"{key}: {len(sends[key])} sends, {len(receives[key])} receives")
+            for send, receive in zip(sends[key], receives[key], strict=True):
+                stage, kind, microbatch = send.action
+                if receive.action != (stage + SENDS[kind][1], SENDS[kind][0], microbatch):
+                    raise Failure(f"{receive.action} on rank {receive.rank} gets what {send.action} sends")
+                receive.partners = [send]
+                send.partners = [] if self.program.semantics.buffered else [receive]
+
+    def join_ties(self) -> None:
+        """Let the last part of each rank in a tie wait for those of the other ranks."""
+        parts = defaultdict(dict)
+        for operation in self.open:
+            if operation.action.kind is Kind.TIE:
+                parts[operation.action.microbatch][operation.rank] = operation
+        for by_rank in parts.values():
+            for operation in by_rank.values():
+                operation.partners = list(by_rank.values())
+
+    # ---- running ----
+
+    def step(self, rank: int) -> bool:
+        """Do the next thing of a rank if it may."""
+        place, row, own = self.at[rank], self.rows[rank], self.operations[rank]
+        if place == len(row):
+            return False
+        operation = own.get(row[place])
+        if self.program.semantics.blocking:
+            same = operation.group if operation else []
+            if not all(one.complete for one in own.values() if one.place < place and one not in same):
+                return False
+        if not (self.compute(rank, row[place]) if operation is None else self.may_post(operation)):
+            return False
+        if operation is not None:
+            operation.posted = True
+        self.at[rank] += 1
+        return True
+
+    def compute(self, rank: int, action: Action) -> bool:
+        stage, kind, microbatch = action
+        if kind is Kind.F and stage > 0 and not self.brought(action, ("output", stage - 1, microbatch), Kind.RECV_F):
+            return False
+        if kind in (Kind.B, Kind.I):
+            self.require(action, ("output", stage, microbatch))
+            gradient = ("gradient", stage + 1, microbatch)
+            if stage < self.last and not self.brought(action, gradient, Kind.RECV_B):
+                return False
+        if kind is Kind.W:
+            self.require(action, ("gradient", stage, microbatch))
+        makes = {Kind.F: ["output"], Kind.B: ["gradient", "weight"], Kind.I: ["gradient"], Kind.W: ["weight"]}[kind]
+        self.made |= {(what, stage, microbatch) for what in makes}
+        if stage >= self.program.trainable_from:
+            self.live[rank] += {Kind.F: 1, Kind.I: 0}.get(kind, -1)
+        if self.limits is not None and self.live[rank] > self.limits[rank]:
+            raise Failure(f"rank {rank} holds {self.live[rank]} activations after {action}")
+        return True
+
+    def brought(self, action: Action, value: tuple[str, int, int], receive: Kind) -> bool:
+        """Whether a value of another stage is there; a failure if it cannot come any more."""
+        rank = self.owners[action.stage]
+        if self.owners[value[1]] == rank:
+            self.require(action, value)
+            return True
+        operation = self.operations[rank].get(Action(action.stage, receive, action.microbatch))
+        if operation is None or not operation.posted:
+            raise Failure(f"rank {rank} has no {value} at {action}")
+        return operation.complete
+
+    def require(self, action: Action, value: tuple[str, int, int]) -> None:
+        if value not in self.made:
+            raise Failure(f"rank {self.owners[action.stage]} has no {value} at {action}")
+
+    def may_post(self, operation: Operation) -> bool:
+        (stage, kind, microbatch), own = operation.action, self.operations[operation.rank]
+        if kind in (Kind.SEND_F, Kind.SEND_META):
+            self.require(operation.action, ("output", stage, microbatch))
+        if kind is Kind.SEND_B:
+            self.require(operation.action, ("gradient", stage, microbatch))
+        if kind in SIZED:
+            told = own.get(Action(stage, SIZED[kind], microbatch))
+            if told is None or told.posted:
+                raise Failure(f"rank {operation.rank}: {operation.action} does not come before its message")
+        if kind is Kind.RECV_F:
+            sizes = own.get(Action(stage, Kind.RECV_META, microbatch))
+            return sizes is None or sizes.complete
+        if kind in COLLECTIVES:
+            for each in range(self.program.microbatches):
+                self.require(operation.action, ("weight", stage, each))
+            same = [one for one in own.values() if one.action.stage == stage and one.action.kind in COLLECTIVES]
+            return all(one.complete for one in same if one.place < operation.place)
+        return True
+
+    def operate(self) -> bool:
+        """Start and complete whatever may; whether there was anything."""
+        changed = False
+        for operation in self.open:
+            if not operation.started and all(
+                one.posted and all(other.complete for other in one.ahead) for one in operation.group
+            ):
+                operation.started = changed = True
+        for operation in self.open:
+            if operation.started and all(partner.started for partner in operation.partners):
+                operation.complete = changed = True
+        self.open = [operation for operation in self.open if not operation.complete]
+        return changed
