@@ -35,10 +35,12 @@ def compiled(function: Callable[..., Any], work: int) -> Callable[..., Any]:
 def _jitted(function: Callable[..., Any]) -> Callable[..., Any]:
     import numba
 
+    result: Callable[..., Any]
     try:
-        return numba.njit(cache=True)(function)  # type: ignore[no-any-return]
-    except RuntimeError:  # no directory to write the cache to
-        return numba.njit(function)  # type: ignore[no-any-return]
+        result = numba.njit(cache=True)(function)
+    except RuntimeError:  # there is no directory to keep the compiled form in
+        result = numba.njit(function)
+    return result
 
 
 @cache

@@ -19,5 +19,17 @@ class LayoutError(ScheduleError, ValueError):
     """Ranks, chunks and micro-batches for which a generator has no schedule."""
 
 
+class CostError(ScheduleError, ValueError):
+    """Costs that are no durations, or that do not fit the stages."""
+
+
+class TimelineError(ScheduleError, ValueError):
+    """Rows or a file that are no timeline, or timelines that cannot be compared."""
+
+
 class UnsafeProgramError(ScheduleError, ValueError):
     """The verifier found faults; the message is the picture of the first ones."""
+
+
+class DeadlockError(UnsafeProgramError):
+    """Actions wait for one another in a cycle; the message names them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, MICROBATCH_MASK, STAGE_SHIFT, Action, Kind
 from pipert.scheduler.dependencies import MAKES, ValueKind
 from pipert.scheduler.program import Program
-from pipert.scheduler.row import Codes
+from pipert.scheduler.row import ActionRow, Codes
 from pipert.scheduler.schedule import Schedule
 
 Table = npt.NDArray[np.int32]  # positions, or -1
@@ -63,7 +64,7 @@ class Index:
 
     def table(self, kind: Kind) -> Table:
         """Positions of all actions of `kind`, ``[stages, microbatches]``, −1 where there is none."""
-        return self._tables[kind] if kind in self._tables else self._nowhere
+        return self._tables.get(kind, self._nowhere)
 
     def has(self, kind: Kind) -> bool:
         """Whether any action is of `kind`."""
@@ -95,40 +96,51 @@ class Index:
 
 def index(target: Schedule | Program) -> Index:
     """Index a schedule or program, right or wrong."""
-    rows = [row.codes for row in target.rows]
-    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    codes = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
-    codes.flags.writeable = False
+    codes, offsets = flatten(target.rows)
     owners = np.asarray(target.placement.owners, dtype=np.int64)
     widths = _widths(target)
     sparse = len(owners) * widths[Kind.F] > MAX_SPARSITY * (len(codes) + 1024)
-    usable = np.zeros(len(codes), dtype=np.bool_)
+    usable = usable_actions(codes, offsets, target)
     tables: dict[Kind, Table] = {}
     repeated: list[npt.NDArray[np.int64]] = []
-    for rank, row in enumerate(rows):
+    for rank, row in enumerate(target.rows):
         span = slice(offsets[rank], offsets[rank + 1])
-        usable[span] = _usable(row, rank, owners, widths)
         if not sparse:
-            repeated += _enter(tables, row, usable[span], int(offsets[rank]), len(owners), widths)
+            repeated += _enter(tables, row.codes, usable[span], int(offsets[rank]), len(owners), widths)
     again = np.sort(np.concatenate(repeated)) if repeated else np.zeros(0, dtype=np.int64)
     return Index(target, codes, offsets, owners, usable, again, sparse, tables)
 
 
+def flatten(rows: Sequence[ActionRow]) -> tuple[Codes, npt.NDArray[np.int64]]:
+    """All packed actions one row after another, and where each row starts, ``[ranks + 1]``."""
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    codes = np.concatenate([row.codes for row in rows]) if rows else np.zeros(0, dtype=np.int64)
+    codes.flags.writeable = False
+    return codes, offsets
+
+
+def usable_actions(codes: Codes, offsets: npt.NDArray[np.int64], target: Schedule | Program) -> Mask:
+    """Which actions are of a known kind, in range and on their stage's rank."""
+    owners = np.asarray(target.placement.owners, dtype=np.int64)
+    stages = codes >> STAGE_SHIFT
+    usable: Mask = codes & MICROBATCH_MASK < _widths(target)[codes >> KIND_SHIFT & KIND_MASK]
+    usable &= (stages >= 0) & (stages < len(owners))
+    if not usable.all():
+        stages[~usable] = 0
+    ranks = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    usable &= owners[stages] == ranks
+    return usable
+
+
 def _widths(target: Schedule | Program) -> npt.NDArray[np.int64]:
-    """For each kind how many numbers an action of it may carry; 0 for what is no kind."""
+    """For each kind how many numbers its actions may carry; 0 for what is no kind or has no place in the target."""
+    program = target if isinstance(target, Program) else None
     widths = np.zeros(KIND_MASK + 1, dtype=np.int64)
-    widths[: len(Kind)] = target.microbatches
-    widths[Kind.REDUCE] = 1
-    widths[Kind.TIE] = len(target.ties) if isinstance(target, Program) else 0
+    widths[[kind for kind in Kind if kind.is_compute or program]] = target.microbatches
+    widths[Kind.REDUCE] = 1 if program else 0
+    widths[Kind.TIE] = len(program.ties) if program else 0
     return widths
-
-
-def _usable(row: Codes, rank: int, owners: Codes, widths: npt.NDArray[np.int64]) -> Mask:
-    """Which actions of a row are of a known kind, in range and on their stage's rank."""
-    stages = row >> STAGE_SHIFT
-    known = (stages >= 0) & (stages < len(owners)) & (row & MICROBATCH_MASK < widths[row >> KIND_SHIFT & KIND_MASK])
-    return known & (owners[np.where(known, stages, 0)] == rank)
 
 
 def _enter(

@@ -11,6 +11,9 @@ from pipert.scheduler.row import Codes
 #: What each kind adds to the number of live micro-batches: the forward begins, the last backward part ends.
 CHANGES: dict[Kind, int] = {Kind.F: +1, Kind.B: -1, Kind.W: -1}
 
+#: The kinds that end it.
+ENDS = tuple(kind for kind, change in CHANGES.items() if change < 0)
+
 _TABLE = np.zeros(KIND_MASK + 1, dtype=np.int8)
 _TABLE[list(CHANGES)] = list(CHANGES.values())
 
@@ -20,7 +23,7 @@ def live_changes(codes: Codes, trainable_from: int = 0) -> npt.NDArray[np.int8]:
 
     A stage without a backward (below `trainable_from`) keeps nothing.
     """
-    changes = _TABLE[codes >> KIND_SHIFT & KIND_MASK]
+    changes: npt.NDArray[np.int8] = _TABLE[codes >> KIND_SHIFT & KIND_MASK]
     if trainable_from > 0:
         changes[codes >> STAGE_SHIFT < trainable_from] = 0
     return changes

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pipert.scheduler.action import Kind
 from pipert.scheduler.compiled import compiled
-from pipert.scheduler.dependencies import ValueKind, makes_table, needs_table
+from pipert.scheduler.dependencies import MAKES, NEEDS, ValueKind, makes_table, needs_table
 from pipert.scheduler.wiring import Wiring
 from pipert.scheduler.worklist import WAITING, Ints, Seconds, play_program, play_schedule
 
@@ -18,14 +19,16 @@ class PlayedSchedule:
     """What happens when a schedule's actions run.
 
     Attributes:
-        begins: when each action starts, seconds ``[actions]``.
-        ends: when it ends.
+        begins: when each action starts, seconds ``[actions]``; negative if it never does.
+        ends: when it ends, likewise.
+        ready: when each value is there, ``[value kinds, stages, micro-batches]``, likewise.
         cursors: the position that each rank got to.
         missing: for each rank the number of the value it waits for, or −1.
     """
 
     begins: Seconds
     ends: Seconds
+    ready: Seconds
     cursors: Ints
     missing: Ints
 
@@ -63,8 +66,8 @@ def run_schedule(
     owners: Ints,
     microbatches: int,
     durations: Seconds,
-    sending: Seconds,
     comm: Seconds,
+    blocking: bool = False,
 ) -> PlayedSchedule:
     """Run compute actions, all in range: each starts when its rank is free and its needs are there.
 
@@ -74,12 +77,16 @@ def run_schedule(
         owners: the rank of every stage ``[stages]``.
         microbatches: the number of micro-batches.
         durations: seconds of an action, ``[kinds, stages]``.
-        sending: seconds for which it then holds its rank, ``[kinds, stages]``.
         comm: seconds between a stage and the next if they are on different ranks, ``[stages]``.
+        blocking: whether a hand-over to another rank also holds the rank that sends.
     """
-    ranks = len(offsets) - 1
+    sending = _sending(owners, comm) if blocking else np.zeros_like(durations)
     played = PlayedSchedule(
-        np.zeros(len(codes)), np.zeros(len(codes)), offsets[:-1].copy(), np.full(ranks, -1, dtype=np.int64)
+        begins=np.full(len(codes), -1.0),
+        ends=np.full(len(codes), -1.0),
+        ready=np.full((len(ValueKind), len(owners), microbatches), -1.0),
+        cursors=offsets[:-1].copy(),
+        missing=np.full(len(offsets) - 1, -1, dtype=np.int64),
     )
     compiled(play_schedule, len(codes))(
         offsets,
@@ -93,19 +100,34 @@ def run_schedule(
         comm,
         played.begins,
         played.ends,
-        np.full(len(ValueKind) * len(owners) * microbatches, -1.0),
+        played.ready.reshape(-1),
         played.cursors,
         played.missing,
     )
     return played
 
 
+def _sending(owners: Ints, comm: Seconds) -> Seconds:
+    """Seconds for which an action that hands over to another rank then holds its own, ``[kinds, stages]``."""
+    seconds = np.zeros((len(Kind), len(owners)))
+    users = {need for entries in NEEDS.values() for need in entries if need[1] != 0}
+    for kind, values in MAKES.items():
+        for value, offset in users:
+            for stage in range(max(offset, 0), len(owners) + min(offset, 0)) if value in values else ():
+                if owners[stage - offset] != owners[stage]:
+                    seconds[kind, stage] += comm[min(stage, stage - offset)]
+    return seconds
+
+
 def run_program(wiring: Wiring, durations: npt.NDArray[np.float64]) -> PlayedProgram:
     """Run a wired program; ``durations[kind, stage]`` in seconds."""
     index = wiring.index
-    actions, ranks = len(index.codes), len(index.offsets) - 1
+    actions = len(index.codes)
     played = PlayedProgram(
-        np.zeros(actions), np.full(actions, WAITING), index.offsets[:-1].copy(), np.full(ranks, -1, dtype=np.int64)
+        begins=np.zeros(actions),
+        ends=np.full(actions, WAITING),
+        cursors=index.offsets[:-1].copy(),
+        blocked=np.full(len(index.offsets) - 1, -1, dtype=np.int64),
     )
     compiled(play_program, actions)(
         index.offsets,

@@ -33,8 +33,8 @@ class Semantics:
         buffered: a send completes without its receiver.
         blocking: SEND and RECV hold the rank until they are complete.
         matching: a receive gets the message with its ``tag``, or the next one in ``order`` from that peer.
-        channel: what shares a queue: nothing (each ``message`` on its own), each ``pair`` of ranks, each ``direction`` of
-            a pair, or all messages of a ``rank``.
+        channel: what shares a queue: nothing (each ``message`` on its own), each ``pair`` of ranks, each ``direction``
+            of a pair, or all messages of a ``rank``.
         grouped: adjacent messages may be issued as one group.
     """
 

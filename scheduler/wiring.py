@@ -18,7 +18,8 @@ from pipert.scheduler.worklist import Ints, Positions
 _OFFSETS = np.zeros(len(Kind), dtype=np.int64)
 _OFFSETS[list(COUNTERPART)] = [offset for _, offset in COUNTERPART.values()]
 _ACROSS = np.zeros(len(Kind), dtype=np.int64)  # what to add to a code to get the other end's
-_ACROSS[list(COUNTERPART)] = [(end - kind << KIND_SHIFT) + (off << STAGE_SHIFT) for kind, (end, off) in COUNTERPART.items()]
+for _kind, (_end, _offset) in COUNTERPART.items():
+    _ACROSS[_kind] = (_end - _kind << KIND_SHIFT) + (_offset << STAGE_SHIFT)
 _IS_SEND = np.array([kind.is_send for kind in Kind])
 _IS_MESSAGE = np.array([kind.is_message for kind in Kind])
 
@@ -49,11 +50,13 @@ class Messages:
 
     def to(self, peer: int) -> Positions:
         """The positions of the sends to `peer`."""
-        return self.positions[(self.peers == peer) & self.sends]
+        found: Positions = self.positions[(self.peers == peer) & self.sends]
+        return found
 
     def source(self, peer: int) -> Positions:
         """The positions of the receives from `peer`."""
-        return self.positions[(self.peers == peer) & ~self.sends]
+        found: Positions = self.positions[(self.peers == peer) & ~self.sends]
+        return found
 
 
 def messages(index: Index, rank: int) -> Messages:
@@ -69,7 +72,8 @@ def messages(index: Index, rank: int) -> Messages:
 
 def counterparts(codes: Ints) -> Ints:
     """The packed other ends of packed messages."""
-    return codes + _ACROSS[codes >> KIND_SHIFT & KIND_MASK]
+    ends: Ints = codes + _ACROSS[codes >> KIND_SHIFT & KIND_MASK]
+    return ends
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +112,11 @@ def _units(index: Index, program: Program) -> Positions:
         return np.zeros(0, dtype=np.int32)
     unit = np.arange(len(index.codes), dtype=np.int32)
     for rank, offset in enumerate(index.offsets[:-1].tolist()):
-        for start, stop in program.spans(rank):
-            unit[offset + start : offset + stop] = offset + start
+        spans = np.array(program.spans(rank), dtype=np.int64).reshape(-1, 2) + offset
+        sizes = spans[:, 1] - spans[:, 0]
+        firsts = np.repeat(spans[:, 0], sizes)
+        within = np.arange(len(firsts)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        unit[firsts + within] = firsts
     return unit
 
 

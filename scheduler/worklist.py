@@ -21,7 +21,7 @@ WAITING = -2.0
 STARTED = -1.0
 
 
-def play_schedule(  # noqa: C901
+def play_schedule(  # noqa: PLR0915
     offsets: Ints,
     codes: Ints,
     owners: Ints,

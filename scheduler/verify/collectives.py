@@ -50,7 +50,7 @@ def _absent_from_tie(subject: Subject, tie: int, stages: tuple[int, ...], parts:
     trained = min(stages, default=0) >= index.trainable_from and len(holders) > 1
     for rank, stage in holders.items():
         if rank not in parts and (parts or trained):
-            text = f"rank {rank} holds a copy of tie {tie} (stage {stage}) and never takes part in summing its gradients"
+            text = f"rank {rank} holds a copy of tie {tie} (stage {stage}) and never takes part in its sum"
             yield subject.missing("collective", Action(stage, Kind.TIE, tie), text)
 
 

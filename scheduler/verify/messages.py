@@ -9,8 +9,8 @@ import numpy as np
 from pipert.scheduler.action import COUNTERPART, Action, Kind
 from pipert.scheduler.dependencies import CARRIES, ValueKind
 from pipert.scheduler.program import Program
-from pipert.scheduler.verify.order import same_rank, shifted
 from pipert.scheduler.verify.fault import Fault
+from pipert.scheduler.verify.order import same_rank, shifted
 from pipert.scheduler.verify.rule import Rule, Subject, count, where
 
 
@@ -64,23 +64,26 @@ def _bad_groups(subject: Subject) -> Iterator[Fault]:
 
 
 def _bad_groups_of(program: Program, rank: int) -> Iterator[Fault]:
-    row, free = program.rows[rank], 0
-    for start, stop in program.spans(rank):
-        if not program.semantics.grouped:
-            yield Fault("group", f"{program.semantics.name} cannot issue messages as a group", rank, start)
-        if not free <= start < stop <= len(row):
-            text = f"group [{start}, {stop}) is empty, overlaps the one before or leaves the row of {len(row)} actions"
-            yield Fault("group", text, rank, start)
-            return
-        free = stop
-        for index, action in enumerate(row[start:stop], start):
-            if not action.kind.is_message:
-                text = f"only messages can be issued as a group, and [{start}, {stop}) is one"
-                yield Fault("group", text, rank, index, action)
+    row, spans = program.rows[rank], np.array(program.spans(rank), dtype=np.int64).reshape(-1, 2)
+    starts, stops = spans.T
+    if len(spans) and not program.semantics.grouped:
+        yield Fault("group", f"{program.semantics.name} cannot issue messages as a group", rank, int(starts[0]))
+    free = np.append(0, stops[:-1])
+    for wrong in np.flatnonzero(~((free <= starts) & (starts < stops) & (stops <= len(row)))).tolist():
+        start, stop = spans[wrong].tolist()
+        text = f"group [{start}, {stop}) is empty, overlaps the one before or leaves the row of {len(row)} actions"
+        yield Fault("group", text, rank, start)
+        return
+    computing = np.append(0, np.cumsum((row.kinds < Kind.SEND_F) | (row.kinds > Kind.RECV_META)))
+    for wrong in np.flatnonzero(computing[stops] > computing[starts]).tolist():
+        start, stop = spans[wrong].tolist()
+        index, action = next((i, row[i]) for i in range(start, stop) if not row[i].kind.is_message)
+        text = f"only messages can be issued as a group, and [{start}, {stop}) is one"
+        yield Fault("group", text, rank, index, action)
 
 
 def _describe(subject: Subject) -> str:
-    sends = sum(np.count_nonzero(subject.index.table(kind) >= 0) for kind in COUNTERPART if kind.is_send)
+    sends = sum(int(np.count_nonzero(subject.index.table(kind) >= 0)) for kind in COUNTERPART if kind.is_send)
     return f"each of {count(sends, 'message')} is sent once, received once, between the right ranks, and used"
 
 

@@ -85,7 +85,7 @@ def _size_after_message(subject: Subject, meta: Kind, message: Kind) -> Iterator
     told, sized = index.table(meta), index.table(message)
     for stage, microbatch in where((told >= 0) & ~(told < sized)):
         position = int(told[stage, microbatch])
-        text = f"{index.action(position)} tells the size of {Action(stage, message, microbatch)}, so it must stand before it"
+        text = f"{index.action(position)} must stand before {Action(stage, message, microbatch)}, whose size it tells"
         yield subject.at("dependency", position, text)
 
 
@@ -111,5 +111,5 @@ def _find(subject: Subject) -> Iterator[Fault]:
 
 
 ORDER_RULES = (
-    Rule("dependency", _find, lambda _: "on its rank every action stands after what it needs, and so does every message"),
+    Rule("dependency", _find, lambda _: "on its rank, everything computed or sent stands after what it needs"),
 )

@@ -32,7 +32,8 @@ REMEDIES = {
 def statement(target: Schedule | Program, checks: Sequence[Check]) -> str:
     """What is proved, one line a rule."""
     width = max(len(check.rule) for check in checks)
-    return "\n".join([f"safe: {_title(target)}", *(f"  ✓ {check.rule:<{width}}  {check.statement}" for check in checks)])
+    lines = (f"  ✓ {check.rule:<{width}}  {check.statement}" for check in checks)
+    return "\n".join([f"safe: {_title(target)}", *lines])
 
 
 def picture(target: Schedule | Program, faults: Sequence[Fault]) -> str:

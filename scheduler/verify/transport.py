@@ -27,8 +27,8 @@ def _swapped(subject: Subject) -> Iterator[Fault]:
             for turn in np.flatnonzero(counterparts(index.codes[sends]) != index.codes[receives]).tolist():
                 sent, received = int(sends[turn]), int(receives[turn])
                 text = (
-                    f"message {turn} from rank {rank} to rank {peer} is {subject.place(sent)}, but the receive it meets "
-                    f"is {subject.place(received)}: {program.semantics.name} matches by order"
+                    f"message {turn} from rank {rank} to rank {peer} is {subject.place(sent)}, but the receive that "
+                    f"gets it is {subject.place(received)}: {program.semantics.name} matches by order"
                 )
                 yield subject.at("swap", received, text, (sent, received))
 
@@ -44,10 +44,7 @@ def _deadlock(subject: Subject) -> Deadlock | None:
     index, program = subject.index, subject.program
     nothing = np.zeros((len(Kind), index.num_stages))
     if program is None:
-        no_comm = np.zeros(index.num_stages)
-        played = run_schedule(
-            index.codes, index.offsets, index.owners, index.microbatches, nothing, nothing, no_comm
-        )
+        played = run_schedule(index.codes, index.offsets, index.owners, index.microbatches, nothing, nothing[0])
         return None if played.finished else schedule_deadlock(index, played)
     wiring = wire(index, program)
     run = run_program(wiring, nothing)

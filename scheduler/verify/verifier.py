@@ -11,10 +11,10 @@ from pipert.scheduler.program import Program
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.verify.actions import ACTION_RULES
 from pipert.scheduler.verify.collectives import COLLECTIVE_RULES
+from pipert.scheduler.verify.fault import Check, Fault
 from pipert.scheduler.verify.limits import LIMIT
 from pipert.scheduler.verify.messages import MESSAGE_RULES
 from pipert.scheduler.verify.order import ORDER_RULES
-from pipert.scheduler.verify.fault import Check, Fault
 from pipert.scheduler.verify.proof import Proof
 from pipert.scheduler.verify.rule import Rule, Subject
 from pipert.scheduler.verify.transport import DEADLOCK, SWAP
@@ -46,13 +46,15 @@ def verify(target: Schedule | Program, *, limits: int | Sequence[int] | None = N
     subject = Subject(index(target), _per_rank(limits, target))
     faults: list[Fault] = []
     checks: list[Check] = []
-    basic = ACTION_RULES + ((*ORDER_RULES, *MESSAGE_RULES, *COLLECTIVE_RULES) if isinstance(target, Program) else ORDER_RULES)
-    for rule in basic:
+    is_program = isinstance(target, Program)
+    for rule in ACTION_RULES:
         _judge(rule, subject, faults, checks)
-        if subject.index.sparse and faults:
-            return Proof(target, tuple(faults), tuple(checks))
-    if not faults:
-        for rule in (SWAP, DEADLOCK) if isinstance(target, Program) else (DEADLOCK,):
+    if subject.index.sparse:  # something is missing, so that is already a fault
+        return Proof(target, tuple(faults), tuple(checks))
+    for rule in (*ORDER_RULES, *MESSAGE_RULES, *COLLECTIVE_RULES) if is_program else ORDER_RULES:
+        _judge(rule, subject, faults, checks)
+    if not faults:  # else nobody knows which message meets which
+        for rule in (SWAP, DEADLOCK) if is_program else (DEADLOCK,):
             _judge(rule, subject, faults, checks)
     if limits is not None:
         _judge(LIMIT, subject, faults, checks)
