@@ -26,6 +26,8 @@ class Dropout(nn.Module):
         layer_name: the layer's name in the whole model; usually given later, by `name_layers`.
     """
 
+    uses_global_random = False  # so the engine need not seed torch's generator around it
+
     def __init__(self, p: float = 0.5, layer_name: str | None = None) -> None:
         super().__init__()
         if not 0.0 <= p <= 1.0:

@@ -24,6 +24,8 @@ class Linear(nn.Linear):
         dtype: dtype of the parameters.
     """
 
+    uses_global_random = False  # so the engine need not seed torch's generator around it
+
     def __init__(
         self,
         inputs: int,

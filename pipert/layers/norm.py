@@ -9,6 +9,8 @@ from torch import nn
 class LayerNorm(nn.LayerNorm):
     """``(x - mean) / sqrt(var + eps) * weight + bias`` (Ba et al. 2016); weight starts at one, bias at zero."""
 
+    uses_global_random = False  # so the engine need not seed torch's generator around it
+
     def __init__(
         self,
         hidden: int,
@@ -30,6 +32,8 @@ class LayerNorm(nn.LayerNorm):
 
 class RMSNorm(nn.RMSNorm):
     """``x / sqrt(mean(x**2) + eps) * weight`` (Zhang and Sennrich 2019); weight starts at one."""
+
+    uses_global_random = False  # so the engine need not seed torch's generator around it
 
     def __init__(
         self,

@@ -39,6 +39,8 @@ class GPT(nn.Module):
         torch.Size([3, 16, 61])
     """
 
+    uses_global_random = False  # so the engine need not seed torch's generator around it
+
     def __init__(
         self,
         config: GPTConfig,
@@ -88,6 +90,8 @@ class GPT(nn.Module):
 class Embedding(nn.Module):
     """A vector for each token, plus one for each position where positions are learned; then dropout."""
 
+    uses_global_random = False  # so the engine need not seed torch's generator around it
+
     position: nn.Parameter | None
 
     def __init__(self, config: GPTConfig) -> None:
@@ -123,6 +127,8 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``, with dropout on what is added."""
 
+    uses_global_random = False  # so the engine need not seed torch's generator around it
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention_norm = _norm(config)
@@ -144,6 +150,8 @@ class Head(nn.Module):
 
     A tied head has the embedding's weight, also on a rank that has no embedding: its initial values carry that name.
     """
+
+    uses_global_random = False  # so the engine need not seed torch's generator around it
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -1,0 +1,122 @@
+"""The sections of a configuration file and the limits of each key. Rules between keys are in `Config`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A section: frozen; only known keys; a value is not converted to another type."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class DataConfig(Section):
+    """What is trained on.
+
+    Attributes:
+        text: text files and folders; none: the sources of Python's standard library.
+        tokenizer: ``"bytes"``, or the path of a Hugging Face ``tokenizer.json``.
+        heldout: share of the text that is held out for evaluation.
+        split: hold out whole files, or the end of the text.
+        folder: where token files are kept.
+        global_batch: sequences an optimizer step, over all replicas and micro-batches.
+    """
+
+    text: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    tokenizer: str = "bytes"
+    heldout: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
+    split: Literal["file", "range"] = "file"
+    folder: str = "runs/data"
+    global_batch: AtLeastOne
+
+
+class OptimizerConfig(Section):
+    """AdamW.
+
+    Attributes:
+        lr: peak learning rate.
+        beta1: decay of the mean of gradients.
+        beta2: decay of the mean of their squares.
+        eps: added to the denominator.
+        weight_decay: for matrices and embeddings; norms and biases have none.
+        clip: largest norm of the gradients; larger ones are scaled down. 0: they are left alone.
+    """
+
+    lr: Positive = 3e-4
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    eps: Positive = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.1
+    clip: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
+
+
+class ScheduleConfig(Section):
+    """The learning rate over the optimizer's updates.
+
+    Attributes:
+        shape: how it falls after the warm-up.
+        warmup: updates in which it rises to its peak.
+        final: its end, as a share of the peak; not for a constant one.
+        length: updates until its end; default the steps of the run.
+    """
+
+    shape: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: NotNegative = 0
+    final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    length: AtLeastOne | None = None
+
+
+class ParallelConfig(Section):
+    """How the work is laid out on ranks.
+
+    Attributes:
+        pp: pipeline ranks.
+        dp: data-parallel replicas.
+        tp: tensor-parallel ranks.
+        schedule: name of the pipeline schedule (`pipert schedule show` lists them).
+        chunks: stages a pipeline rank.
+        micro_batch: sequences a micro-batch.
+        recompute: activations computed again in the backward pass instead of kept: none, those inside each block, or
+            everything inside a stage.
+    """
+
+    pp: AtLeastOne = 1
+    dp: AtLeastOne = 1
+    tp: AtLeastOne = 1
+    schedule: str = "1f1b"
+    chunks: AtLeastOne = 1
+    micro_batch: AtLeastOne = 1
+    recompute: Literal["none", "block", "full"] = "none"
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.dp * self.tp
+
+
+class RunConfig(Section):
+    """How long, how often, where to.
+
+    Attributes:
+        steps: optimizer steps.
+        seed: of initial weights, dropout and the order of samples.
+        eval_every: steps between evaluations; there is one before the first step and one after the last.
+        eval_samples: held-out sequences an evaluation, at most.
+        deadline: seconds that a rank waits for another before the job ends with a report.
+        output: folder for metrics, pictures and the final summary.
+    """
+
+    steps: AtLeastOne
+    seed: NotNegative = 0
+    eval_every: AtLeastOne = 50
+    eval_samples: AtLeastOne = 64
+    deadline: Positive = 120.0
+    output: str = "runs/gpt"
