@@ -6,7 +6,6 @@ owns, so no rank ever holds the whole model, and every layout starts from the sa
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +26,6 @@ def materialise(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
-    *,
-    model: nn.Module | None = None,
 ) -> nn.Module:
     """Allocate and initialise the meta parameters and buffers of ``block``, in place.
 
@@ -38,9 +35,10 @@ def materialise(
     generator, which is neither read nor advanced. Values are made in float32 on the CPU and then converted.
 
     A parameter that several modules share is filled by the first of them and stays one object, also when the modules
-    are in blocks that are materialised one by one. Parameters are new objects (a meta tensor cannot become a real one),
-    so take references to them afterwards. Tensors that are real already are left as they are. Dropout layers get
-    their names.
+    are in blocks that are materialised one by one. On a rank without the first one, the values are the first one's only
+    if the module knows its name (pipert's GPT does); otherwise the pipeline sends them there. Parameters are new objects
+    (a meta tensor cannot become a real one), so take references to them afterwards. Tensors that are real already are
+    left as they are. Dropout layers get their names.
 
     Args:
         block: a module of the model, or the whole model.
@@ -48,9 +46,6 @@ def materialise(
         device: where the tensors shall live; default the CPU.
         dtype: dtype of the floating-point tensors; default the one they were declared with.
         seed: the run's seed.
-        model: the whole model. Needed only for blocks of foreign layers that share a parameter with an earlier block
-            which lives elsewhere: the values are then those that the earlier block has there. (Layers with
-            ``init_parameters`` can know the name of what they share; pipert's GPT does.)
 
     Returns:
         the block.
@@ -61,8 +56,6 @@ def materialise(
     """
     target = torch.device(device or "cpu")
     name_layers(block, name)
-    if model is not None:
-        _borrow(block, model, target, dtype, seed)
     claimed: set[int] = set()
     works = []
     for path, module in block.named_modules():
@@ -105,20 +98,6 @@ def _filler(module: nn.Module, prefix: str, seed: int) -> Callable[[], None]:
             reset()
 
     return fill
-
-
-def _borrow(block: nn.Module, model: nn.Module, device: torch.device, dtype: torch.dtype | None, seed: int) -> None:
-    """Make the values of parameters whose first owner in the model lies outside of the block."""
-    inside = {id(module) for module in block.modules()}
-    needed = {id(tensor) for module in block.modules() for _, tensor in _own(module) if tensor.is_meta}
-    for prefix, module in model.named_modules():
-        shared = {key: tensor for key, tensor in _own(module) if id(tensor) in needed and not hasattr(tensor, _REAL)}
-        needed -= {id(tensor) for tensor in shared.values()}
-        if shared and id(module) not in inside:
-            owner = copy.deepcopy(module)
-            _fill(owner, list(shared), _filler(owner, prefix, seed), device, dtype)
-            for key, tensor in shared.items():
-                setattr(tensor, _REAL, getattr(owner, key))
 
 
 def _fill(

@@ -109,15 +109,6 @@ def test_tied_parameters_stay_one_object_with_the_values_of_the_first_module(bia
         assert not any(parameter.is_meta for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_block_that_shares_a_foreign_parameter_gets_its_values_on_any_rank(bias: bool) -> None:
-    together, here = tied_layers(bias), tied_layers(bias)
-    materialise(together, "")
-    materialise(here[1], "1", model=here)
-    assert here[0].weight.is_meta
-    assert same(values(together[1]), values(here[1]))
-
-
 def test_frozen_parameters_and_their_attributes_stay_as_they_are() -> None:
     layer = nn.Linear(2, 2, device="meta")
     layer.weight.requires_grad_(False)
