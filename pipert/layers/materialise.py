@@ -36,9 +36,10 @@ def materialise(
 
     A parameter that several modules share is filled by the first of them and stays one object, also when the modules
     are in blocks that are materialised one by one. On a rank without the first one, the values are the first one's only
-    if the module knows its name (pipert's GPT does); otherwise the pipeline sends them there. Parameters are new objects
-    (a meta tensor cannot become a real one), so take references to them afterwards. Tensors that are real already are
-    left as they are. Dropout layers get their names.
+    if the module knows its name (pipert's GPT does); otherwise the pipeline sends them there.
+
+    Parameters are new objects (a meta tensor cannot become a real one), so take references to them afterwards. Tensors
+    that are real already are left as they are. Dropout layers get their names.
 
     Args:
         block: a module of the model, or the whole model.
