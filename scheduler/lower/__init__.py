@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from pipert.scheduler.dependencies import MAKES
 from pipert.scheduler.errors import LayoutError, ScheduleError
+from pipert.scheduler.index import flatten, usable_actions
 from pipert.scheduler.lower.groups import group_exchanges
 from pipert.scheduler.lower.meta import add_sizes
 from pipert.scheduler.lower.prefetch import prefetch_receives
@@ -70,14 +70,12 @@ def _check(schedule: Schedule) -> None:
     if len(schedule.rows) != schedule.placement.num_ranks:
         ranks = schedule.placement.num_ranks
         raise ScheduleError(f"{len(schedule.rows)} rows for a placement on {ranks} ranks; give each rank one row")
-    owners = np.array(schedule.placement.owners)
-    for rank, row in enumerate(schedule.rows):
-        known = (row.stages < len(owners)) & (row.microbatches < schedule.microbatches) & (row.kinds <= max(MAKES))
-        wrong = np.flatnonzero(~known | (owners[np.where(known, row.stages, 0)] != rank))
-        if len(wrong):
-            place = int(wrong[0])
-            raise ScheduleError(
-                f"rank {rank}, action {place}: {row[place]} cannot be lowered; a schedule holds computations of the "
-                f"rank's own stages {list(schedule.placement.stages_of(rank))}, micro-batches 0 .. "
-                f"{schedule.microbatches - 1}"
-            )
+    codes, offsets = flatten(schedule.rows)
+    wrong = np.flatnonzero(~usable_actions(codes, offsets, schedule))
+    if len(wrong):
+        rank = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
+        place = int(wrong[0] - offsets[rank])
+        raise ScheduleError(
+            f"rank {rank}, action {place}: {schedule.rows[rank][place]} cannot be lowered; a schedule holds computations "
+            f"of the rank's own stages {schedule.placement.stages_of(rank)}, micro-batches 0 .. {schedule.microbatches - 1}"
+        )

@@ -14,11 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipert.scheduler.action import Kind
-from pipert.scheduler.compiled import compiled
-from pipert.scheduler.dependencies import ValueKind, makes_table, needs_table
+from pipert.scheduler.index import flatten
+from pipert.scheduler.play import run_schedule
 from pipert.scheduler.program import Program
-from pipert.scheduler.row import Codes
-from pipert.scheduler.worklist import play_schedule
 
 Times = npt.NDArray[np.int64]
 
@@ -33,7 +31,7 @@ class Order:
     Attributes:
         begins: for every rank when each of its computations starts.
         ends: for every rank when each of its computations ends.
-        ready: when each value is there, ``[value kind, stage, micro-batch]``.
+        ready: when each value is there, ``[value kind, stage, micro-batch]``; −1 if nobody makes it.
     """
 
     begins: tuple[Times, ...]
@@ -44,38 +42,17 @@ class Order:
 def simulated_order(program: Program) -> Order:
     """Simulate a program that has only computations so far, with messages that take no time.
 
-    What can never happen (the verifier will say why) is put at the end of its row.
+    What can never happen (the verifier will say why) comes last on its rank.
     """
-    offsets = np.cumsum([0, *map(len, program.rows)])
-    codes = np.concatenate([row.codes for row in program.rows])
-    stages, count = program.num_stages, len(codes)
-    durations = np.zeros((len(DURATIONS), stages))
+    codes, offsets = flatten(program.rows)
+    owners = np.array(program.placement.owners)
+    durations = np.zeros((len(Kind), len(owners)))
     for kind, duration in DURATIONS.items():
         durations[kind] = duration
-    begins, ends = np.full(count, -1.0), np.full(count, -1.0)
-    ready = np.full((len(ValueKind), stages, program.microbatches), -1.0)
-    ready_flat = ready.reshape(-1)
-    compiled(play_schedule, count)(
-        offsets,
-        codes,
-        np.array(program.placement.owners),
-        needs_table().reshape(-1),
-        makes_table().reshape(-1),
-        program.microbatches,
-        durations.reshape(-1),
-        np.zeros(durations.size),
-        np.zeros(stages),
-        begins,
-        ends,
-        ready_flat,
-        offsets[:-1].copy(),
-        np.full(program.num_ranks, -1),
-    )
-    stuck = begins < 0
-    begins[stuck] = 4 * count + 2 * np.flatnonzero(stuck)
-    ends[stuck] = begins[stuck] + 1
-    return Order(_by_rank(begins, offsets), _by_rank(ends, offsets), ready.astype(np.int64))
-
-
-def _by_rank(times: npt.NDArray[np.float64], offsets: Codes) -> tuple[Times, ...]:
-    return tuple(np.split(times.astype(np.int64), offsets[1:-1]))
+    played = run_schedule(codes, offsets, owners, program.microbatches, durations, comm=np.zeros(len(owners)))
+    begins, ends = played.begins.astype(np.int64), played.ends.astype(np.int64)
+    for cursor, stop in zip(played.cursors, offsets[1:], strict=True):
+        begins[cursor:stop] = 4 * len(codes) + 2 * np.arange(stop - cursor)
+        ends[cursor:stop] = begins[cursor:stop] + 1
+    rows = offsets[1:-1]
+    return Order(tuple(np.split(begins, rows)), tuple(np.split(ends, rows)), played.ready.astype(np.int64))
