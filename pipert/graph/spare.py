@@ -1,0 +1,41 @@
+"""A copy of a block to run and throw away."""
+
+from __future__ import annotations
+
+import copy
+import types
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pipert.errors import GraphError
+
+_COPIED = (nn.Module, torch.Tensor, torch.Generator, fx.Graph, dict, list, tuple, set, types.MethodType)
+
+
+def spare(name: str, module: nn.Module) -> nn.Module:
+    """Copy a block deeply: its modules, tensors, generators and containers. Other objects it holds are shared.
+
+    Communicators, meshes, configurations and the like cannot or need not be copied. Gradients and tensor hooks are not
+    copied. Parameters on meta stay on meta.
+
+    Raises:
+        GraphError: something in the block resists copying.
+    """
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for value in part.__dict__.values():
+            if not isinstance(value, _COPIED):
+                memo[id(value)] = value
+            elif isinstance(value, torch.Generator):
+                memo[id(value)] = value.clone_state()
+            elif isinstance(value, torch.Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise GraphError(
+            f"block {name} ({type(module).__name__}) cannot be copied to be measured: {error}; use estimate(graph), or "
+            "keep what resists copy.deepcopy out of the block"
+        ) from error

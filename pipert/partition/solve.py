@@ -1,0 +1,147 @@
+"""From a graph with costs to a partition: by hand, exactly, or by the stated heuristic."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipert.errors import PartitionError
+from pipert.graph.model_graph import ModelGraph
+from pipert.partition.chain import chain_cuts
+from pipert.partition.dag import DOWNSET_CAP, dag_cuts, is_total_order
+from pipert.partition.limits import Memory, StageLimit, per_stage
+from pipert.partition.partition import Partition, describe
+
+
+def partition_graph(
+    graph: ModelGraph,
+    stages: int,
+    *,
+    limits: StageLimit | Sequence[StageLimit] | None = None,
+    cuts: Sequence[int] | Sequence[str] | None = None,
+    state: float = 4.0,
+    downset_cap: int = DOWNSET_CAP,
+) -> Partition:
+    """Cut a model into stages: least bottleneck, then no stage empty, then least spread (see `chain_cuts`).
+
+    A block weighs what its forward and backward of one micro-batch take. A graph in which every block feeds the next
+    (a chain, with or without skip edges) is cut exactly; one with branches as `dag_cuts` says.
+
+    Args:
+        graph: with costs, from `profile` or `estimate`.
+        stages: how many; ranks times chunks.
+        limits: what stages may hold, one for all or one per stage.
+        cuts: the user's own cuts: the number of blocks of each stage, or the first block of every stage but the first.
+        state: bytes kept per byte of parameters (4: weights, gradients and two moments of the same type).
+        downset_cap: see `dag_cuts`.
+
+    Raises:
+        PartitionError: more stages than blocks, blocks without costs, limits that cannot be kept, cuts that do not fit.
+    """
+    n = len(graph.blocks)
+    if not 1 <= stages <= n:
+        raise PartitionError(
+            f"{n} blocks on {stages} stages: every stage needs a block; use ranks x chunks of 1 to {n}"
+        )
+    bounds, memory = per_stage(limits, stages), Memory(graph, state)
+    _check_known(graph, bounds)
+    if cuts is not None:
+        assignment, method = _by_hand(graph, stages, cuts), "cuts given"
+    else:
+        assignment, method = _solve(graph, stages, bounds, memory, downset_cap)
+    result = describe(graph, assignment, bounds, memory, method)
+    _check_kept(result, bounds)
+    return result
+
+
+def _solve(
+    graph: ModelGraph, stages: int, limits: tuple[StageLimit, ...], memory: Memory, cap: int
+) -> tuple[list[list[str]], str]:
+    names = [block.name for block in graph.blocks]
+    costs = [(block.forward or 0.0) + (block.backward or 0.0) for block in graph.blocks]
+    try:
+        if not is_total_order(graph):
+            return dag_cuts(graph, costs, stages, limits, memory, cap)
+        free = all(limit.memory is None and limit.blocks is None for limit in limits)
+        places = chain_cuts(costs, stages, None if free else memory.reach(names, limits))
+    except PartitionError as error:
+        raise _explain(error, graph, limits, memory) from None
+    return [names[a:b] for a, b in itertools.pairwise(places)], "exact"
+
+
+def _by_hand(graph: ModelGraph, stages: int, cuts: Sequence[int] | Sequence[str]) -> list[list[str]]:
+    """The user's cuts as names per stage, in the order of the graph."""
+    names, n = [block.name for block in graph.blocks], len(graph.blocks)
+    wishes = list(cuts)
+    counts = [c for c in wishes if isinstance(c, int)]
+    if len(counts) == len(wishes):
+        if len(counts) != stages or min(counts) < 1 or sum(counts) != n:
+            raise PartitionError(
+                f"cuts {counts} for {n} blocks on {stages} stages: give {stages} numbers >= 1 that add up to {n}"
+            )
+        ends = [sum(counts[: s + 1]) for s in range(stages)]
+    else:
+        firsts = [str(c) for c in wishes if str(c) != names[0]]
+        unknown = [name for name in firsts if name not in graph.index]
+        if unknown:
+            raise PartitionError(f"cuts name unknown blocks {', '.join(unknown)}; blocks are {', '.join(names)}")
+        starts = [graph.index[name] for name in firsts]
+        if len(starts) != stages - 1 or starts != sorted(set(starts)):
+            raise PartitionError(
+                f"cuts {firsts} for {stages} stages: name the first block of each of the {stages - 1} stages after the "
+                "first, in order"
+            )
+        ends = [*starts, n]
+    return [names[a:b] for a, b in zip([0, *ends], ends, strict=True)]
+
+
+def _check_known(graph: ModelGraph, limits: Sequence[StageLimit]) -> None:
+    unknown = [block.name for block in graph.blocks if block.cost is None]
+    if unknown:
+        raise PartitionError(f"block {unknown[0]} has no cost; profile the graph on an example, or estimate it")
+    bare = [block.name for block in graph.blocks if block.activation_bytes is None]
+    if bare and any(limit.memory is not None for limit in limits):
+        raise PartitionError(
+            f"memory limits, but block {bare[0]} has no activation bytes; profile the graph on an example"
+        )
+
+
+def _check_kept(result: Partition, limits: Sequence[StageLimit]) -> None:
+    """Only cuts given by hand can break a limit."""
+    for s, (stage, limit) in enumerate(zip(result.stages, limits, strict=True)):
+        if limit.memory is not None and stage.memory is not None and stage.memory > limit.memory:
+            raise PartitionError(
+                f"stage {s} ({stage.blocks[0]} .. {stage.blocks[-1]}) needs {stage.memory:,} bytes with "
+                f"{limit.in_flight} micro-batches in flight, its limit is {limit.memory:,}; move cuts, raise the "
+                "limit, or recompute activations"
+            )
+        if limit.blocks is not None and len(stage.blocks) > limit.blocks:
+            raise PartitionError(f"stage {s} has {len(stage.blocks)} blocks, its limit is {limit.blocks}; move cuts")
+
+
+def _explain(error: PartitionError, graph: ModelGraph, limits: Sequence[StageLimit], memory: Memory) -> PartitionError:
+    """Add what stands in the way most plainly: a block that fits nowhere, or the sums."""
+    if all(limit.memory is None and limit.blocks is None for limit in limits):
+        return error
+    flights = ", ".join(str(limit.in_flight) for limit in limits)
+    room = [limit.memory for limit in limits if limit.memory is not None]
+    if len(room) == len(limits):
+        state = np.array([[memory.of([block.name], StageLimit(in_flight=0))] for block in graph.blocks])
+        kept = np.array([[block.activation_bytes or 0] for block in graph.blocks])
+        over = state + kept * np.array([limit.in_flight for limit in limits]) - np.array(room)
+        worst = int(over.min(axis=1).argmax())
+        stage = int(over[worst].argmin())
+        if over[worst, stage] > 0:
+            return PartitionError(
+                f"{error}: block {graph.blocks[worst].name} alone takes {over[worst, stage] + room[stage]:,} bytes with "
+                f"{limits[stage].in_flight} micro-batches in flight, more than any stage may hold (stage {stage}: "
+                f"{room[stage]:,}); raise the limit, recompute activations, or use fewer micro-batches in flight"
+            )
+    least = sum(memory.own(b) for b in graph.blocks) + sum(memory.group_bytes)
+    total = f"{sum(room):,} bytes together" if len(room) == len(limits) else "any number of bytes in some stages"
+    return PartitionError(
+        f"{error}: parameters and their state alone take {least:,} bytes, the stages may hold {total}, and activations "
+        f"come on top ({flights} micro-batches in flight); use more stages, raise the limits, or recompute activations"
+    )
