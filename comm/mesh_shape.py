@@ -47,9 +47,8 @@ class MeshShape:
         for axis in AXES:
             object.__setattr__(self, axis, _checked_size(axis, getattr(self, axis)))
         if not isinstance(self.order, str) or sorted(self.order.replace(" ", "").split(",")) != sorted(AXES):
-            raise MeshError(
-                f"order = {self.order!r} must name pp, dp and tp once each, fastest first: {DEFAULT_ORDER!r}"
-            )
+            rule = f"must name pp, dp and tp once each, fastest first, as {DEFAULT_ORDER!r} does"
+            raise MeshError(f"order = {self.order!r} {rule}")
         object.__setattr__(self, "order", self.order.replace(" ", ""))
 
     def __str__(self) -> str:

@@ -52,9 +52,7 @@ class SingleTransport(Transport):
         raise self._alone("receives from", source)
 
     def _alone(self, does: str, peer: int) -> MessageError:
-        return MessageError(
-            f"a group of one {does} rank {peer}, but there is nobody else; pass the tensor on in memory"
-        )
+        return MessageError(f"a group of one {does} rank {peer}, but there is nobody else; use the tensor itself")
 
     def iallreduce(self, tensor: torch.Tensor, op: str = "sum") -> Request:
         """Leave the tensor as it is.
