@@ -1,0 +1,139 @@
+"""How one block of the model is run: with its own random numbers, and with or without keeping its activations.
+
+pipert's layers draw from streams named by layer, step and sample. Modules that know nothing of that use torch's global
+generator; around each block that may, it is seeded from (seed, block, step, first sample) and restored afterwards. So its
+numbers depend neither on the layout nor on what ran before, a recomputed forward draws the same ones, and the caller's
+generator is as it was. A block says with an attribute ``uses_global_random = False`` that it needs none of this.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pipert.engine.structure import flatten
+from pipert.errors import BoundaryError
+from pipert.randomness import Draw, digest, drawing
+
+Call = Callable[[str, nn.Module, tuple[Any, ...]], Any]
+
+#: torch has one generator per process and device; ranks may be threads.
+_GENERATOR = threading.RLock()
+
+_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase)
+_RANDOM_TOO = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
+def uses_global_random(module: nn.Module) -> bool:
+    """Whether a forward of this module may draw from torch's global generator.
+
+    The module's attribute ``uses_global_random`` decides where it has one. torch's own layers are known; any other class
+    may do anything.
+    """
+    said = getattr(module, "uses_global_random", None)
+    if said is not None:
+        return bool(said)
+    known = type(module).__module__.startswith("torch.nn.") and not isinstance(module, (*_RANDOM, *_RANDOM_TOO))
+    return not known or any(map(uses_global_random, module.children()))
+
+
+@contextmanager
+def global_generator(draw: Draw, block: str, device: torch.device) -> Iterator[None]:
+    """Seed torch's global generator for one run of a block; restore it afterwards."""
+    key = digest(draw.seed, "global", block, draw.step, draw.samples[0] if draw.samples else 0)
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    with _GENERATOR:
+        state = torch.get_rng_state()
+        accelerator_state = accelerator.get_rng_state(device) if accelerator else None
+        try:
+            torch.default_generator.manual_seed(key)
+            if accelerator:
+                with accelerator.device(device):
+                    accelerator.manual_seed(key)
+            yield
+        finally:
+            torch.set_rng_state(state)
+            if accelerator:
+                accelerator.set_rng_state(accelerator_state, device)
+
+
+class BlockRunner:
+    """Runs the blocks of one stage, for one micro-batch at a time.
+
+    Args:
+        blocks: name and module of each.
+        device: where they live.
+        recompute: drop each block's activations after its forward, and compute them again for its backward.
+
+    Attributes:
+        draw: the step and samples that the next blocks compute.
+    """
+
+    def __init__(self, blocks: dict[str, nn.Module], device: torch.device, recompute: bool) -> None:
+        self.draw = Draw(0, 0, ())
+        self.recompute = recompute
+        self._device = device
+        self._global = {name: uses_global_random(module) for name, module in blocks.items()}
+
+    def __call__(self, name: str, module: nn.Module, *values: Any) -> Any:
+        """Run a block on values."""
+        draw = self.draw
+
+        def run(*values: Any) -> Any:
+            with drawing(draw):
+                if not self._global[name]:
+                    return module(*values)
+                with global_generator(draw, name, self._device):
+                    return module(*values)
+
+        if self.recompute and torch.is_grad_enabled():
+            return recomputed(run, module, f"block {name}", *values)
+        return run(*values)
+
+
+def recomputed(run: Callable[..., Any], module: nn.Module, what: str, *values: Any) -> Any:
+    """Call ``run(*values)`` without keeping its activations; its backward calls it again first.
+
+    The second run changes no buffers (such as running statistics): the first one did.
+
+    Raises:
+        BoundaryError: the values were changed in place, so a second run would start from something else.
+    """
+    tensors, _ = flatten(values)
+    versions = [tensor._version for tensor in tensors]
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), keeping_buffers(module)
+
+    result = checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    for tensor, version in zip(tensors, versions, strict=True):
+        if tensor._version != version:
+            raise BoundaryError(
+                f"{what} changes its input of shape {list(tensor.shape)} in place, so it cannot be recomputed from it; use "
+                'recompute="none", or let the block work on a clone'
+            )
+    return result
+
+
+@contextmanager
+def keeping_buffers(module: nn.Module) -> Iterator[None]:
+    """Let the module work on copies of its buffers, and put the originals back."""
+    originals = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    for owner, name, buffer in originals:
+        owner._buffers[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for owner, name, buffer in originals:
+            owner._buffers[name] = buffer

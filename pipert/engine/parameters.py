@@ -1,0 +1,109 @@
+"""The parameters of one rank: what they are called in the model, and which of them other ranks hold too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from torch import nn
+
+from pipert.graph.model_graph import ModelGraph
+from pipert.graph.stage import StageModule
+from pipert.scheduler.placement import Placement
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that several stages hold.
+
+    Attributes:
+        name: its name in the model, that of its first use.
+        stages: those that hold it, in order.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Owned:
+    """A parameter that this rank holds, once for all its stages.
+
+    Attributes:
+        name: its name in the model; copies of a tied weight have the same name on every rank.
+        order: its place among all parameters of the model.
+        stage: this rank's first stage that uses it.
+        parameter: the parameter itself.
+        counted: whether totals count it here; of a tied weight only the copy of the first stage is.
+        tie: number of its `Tie`, if it has one.
+    """
+
+    name: str
+    order: int
+    stage: int
+    parameter: nn.Parameter
+    counted: bool
+    tie: int | None
+
+
+def find_ties(graph: ModelGraph, assignment: Sequence[Sequence[str]]) -> tuple[Tie, ...]:
+    """The parameters that more than one stage holds, in the order of their first use."""
+    stage_of = {block: stage for stage, blocks in enumerate(assignment) for block in blocks}
+    ties = (Tie(group.identity, tuple(sorted({stage_of[block] for block in group.blocks}))) for group in graph.tied)
+    return tuple(tie for tie in ties if len(tie.stages) > 1)
+
+
+class ParameterBook:
+    """All parameters of one rank.
+
+    Args:
+        graph: the whole model.
+        modules: this rank's stages.
+        ties: see `find_ties`.
+    """
+
+    def __init__(self, graph: ModelGraph, modules: Mapping[int, StageModule], ties: Sequence[Tie]) -> None:
+        specs = [spec for block in graph.blocks for spec in block.parameters]
+        identities = {spec.name: spec.identity for spec in specs}
+        order = {name: i for i, name in enumerate(dict.fromkeys(spec.identity for spec in specs))}
+        tie_of = {tie.name: number for number, tie in enumerate(ties)}
+        owned: dict[str, Owned] = {}
+        for stage, module in sorted(modules.items()):
+            for path, parameter in module.named_parameters():
+                name = identities[path]
+                tie = tie_of.get(name)
+                counted = tie is None or ties[tie].stages[0] == stage
+                owned.setdefault(name, Owned(name, order[name], stage, parameter, counted, tie))
+        self.owned: tuple[Owned, ...] = tuple(sorted(owned.values(), key=lambda entry: entry.order))
+        self._ties = len(ties)
+
+    def __iter__(self) -> Iterator[Owned]:
+        return iter(self.owned)
+
+    @property
+    def counted_numel(self) -> int:
+        """Elements of the parameters that totals count here."""
+        return sum(entry.parameter.numel() for entry in self.owned if entry.counted)
+
+    def pattern(self) -> str:
+        """Digest of which parameters are trainable now."""
+        flags = "".join(f"{entry.name}={entry.parameter.requires_grad};" for entry in self.owned)
+        return blake2b(flags.encode(), digest_size=8).hexdigest()
+
+    def trainable_stages(self, stages: Mapping[int, StageModule]) -> tuple[int, ...]:
+        """Which of this rank's stages hold a trainable parameter now."""
+        return tuple(s for s, module in stages.items() if any(p.requires_grad for p in module.parameters()))
+
+    def tie_flags(self) -> tuple[bool | None, ...]:
+        """For each tie whether it is trainable here; None where this rank has no copy."""
+        flags: list[bool | None] = [None] * self._ties
+        for entry in self.owned:
+            if entry.tie is not None:
+                flags[entry.tie] = entry.parameter.requires_grad
+        return tuple(flags)
+
+
+def ranks_of(tie: Tie, placement: Placement) -> tuple[int, ...]:
+    """The pipeline ranks that hold a copy, first owner first."""
+    return tuple(dict.fromkeys(placement.owners[stage] for stage in tie.stages))

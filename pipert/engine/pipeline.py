@@ -1,0 +1,243 @@
+"""Pipeline: the object that a trainer embeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipert.comm.mesh import Mesh
+from pipert.engine.build import build, weigh
+from pipert.engine.loss import CountFunction, LossFunction, default_count
+from pipert.engine.norm import clip, gradient_norm
+from pipert.engine.programs import ProgramKey, Programs, ScheduleSource
+from pipert.engine.refusals import together
+from pipert.engine.result import StepResult
+from pipert.engine.session import Call, Session
+from pipert.engine.settings import Settings
+from pipert.engine.stage import Recompute, Stage
+from pipert.graph.stage import StageModule
+from pipert.graph.trace import trace
+from pipert.partition.limits import StageLimit
+from pipert.partition.partition import Partition
+from pipert.partition.solve import partition_graph
+from pipert.scheduler.action import Kind
+from pipert.scheduler.schedule import Schedule
+from pipert.scheduler.semantics import Semantics
+from pipert.scheduler.verify import Proof
+
+
+class Pipeline:
+    """A model cut into stages over the ranks of a mesh, and the steps that train it.
+
+    Every rank makes the same calls. The numbers are those of one process that accumulates the same micro-batches in
+    order: bitwise for pipelines alone, to rounding where gradients are summed over replicas or tied copies. A step leaves
+    gradients in the parameters' ``.grad``, added to what was there; the optimizer is yours.
+
+        mesh = pipert.Mesh.from_mpi(pp=4)
+        pipe = pipert.Pipeline(model, loss_fn, mesh, schedule="1f1b", microbatches=8)
+        optim = torch.optim.AdamW(pipe.parameters())
+        for batch in loader:
+            result = pipe.step(batch)
+            optim.step(); optim.zero_grad()
+
+    Constructing and stepping wait for the other ranks, never longer than the mesh's deadline. What cannot be run is
+    refused on all ranks alike, before the first message. When an action fails on one rank, all ranks end.
+
+    Args:
+        model: an ``nn.Sequential``, a module with a method ``blocks()``, or one that torch.fx can record. Parameters may
+            be on the meta device: then each rank makes those of its own stages only. Otherwise replicas get the weights
+            of the first one. Parameters stay the model's own (ranks that are threads and share a model get copies).
+        loss_fn: ``loss_fn(output, target)``, the mean over what ``count_fn`` counts.
+        mesh: the ranks.
+        schedule: a name (``gpipe``, ``1f1b``, ``interleaved``), a `Schedule`, or a function (ranks, microbatches) -> Schedule.
+        microbatches: into how many a batch is split, at most.
+        chunks: stages a rank, for schedules by name.
+        cuts: own cuts: the number of blocks of each stage, or the first block of each stage but the first.
+        example: inputs of one micro-batch, to measure the blocks with; otherwise their times are estimated.
+        recompute: keep all activations (``none``), only those between blocks (``block``) or between stages (``full``).
+        count_fn: what a micro-batch's targets count; by default the targets that are not ignored where they are class
+            indices (``loss_fn.ignore_index``, else -100), else their elements.
+        seed: of initial weights on the meta device, and of dropout.
+        dynamic: boundaries' sizes depend on data, so they travel with every micro-batch.
+        device: where this rank computes; default where the parameters are, else the CPU.
+        dtype: of the floating-point parameters; default as declared.
+
+    Attributes:
+        mesh: the ranks.
+        graph: the model's blocks with their costs.
+        partition: the stages.
+        proof: what is proved of the usual step's program.
+        step_index: number of the next step; dropout depends on it. Set it when a run is resumed.
+
+    Raises:
+        PipertError, ScheduleError: a refusal: names the values, the rule and the remedy.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        mesh: Mesh,
+        schedule: ScheduleSource = "1f1b",
+        microbatches: int = 8,
+        *,
+        chunks: int = 1,
+        cuts: Sequence[int] | Sequence[str] | None = None,
+        example: object = None,
+        recompute: Recompute = "none",
+        count_fn: CountFunction | None = None,
+        seed: int = 0,
+        dynamic: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        where = None if device is None else torch.device(device)
+
+        def decide() -> tuple[Settings, Programs, Any]:
+            settings = Settings(
+                loss_fn, schedule, microbatches, chunks, cuts, example, recompute, count_fn, seed, dynamic, where, dtype
+            )
+            semantics = Semantics(**mesh.pp_group.semantics)  # type: ignore[arg-type]
+            programs = Programs(schedule, mesh.pp, microbatches, chunks, semantics, reduce=mesh.dp > 1)
+            return settings, programs, trace(model, example)
+
+        self.mesh = mesh
+        self._settings, self._programs, traced = together(mesh.world, decide)
+        self.graph = weigh(traced, self._settings, mesh)
+        self.partition: Partition = together(mesh.world, self._cut)
+        parts = build(traced, self.graph, self.partition.assignment, self._programs.placement, mesh, self._settings)
+        self.proof: Proof = together(mesh.world, lambda: self._programs.proof(self._usual(parts.ties)))
+        self._parts = parts
+        self._device = where or _device_of(parts.modules)
+        count = count_fn or default_count(loss_fn)
+        self._session = Session(mesh, self._programs, parts, self._stages(), count, self._device, dynamic)
+        self.step_index = 0
+
+    # ---- construction ----------------------------------------------------------------------------------------------
+
+    def _cut(self) -> Partition:
+        placement = self._programs.placement
+        limits = [StageLimit(in_flight=live) for live in in_flight(self._programs.schedule(self._settings.microbatches))]
+        return partition_graph(self.graph, placement.num_stages, cuts=self._settings.cuts, limits=limits)
+
+    def _usual(self, ties: Sequence[Any]) -> ProgramKey:
+        return ProgramKey(self._settings.microbatches, 0, ties=tuple(tie.stages for tie in ties))
+
+    def _stages(self) -> dict[int, Stage]:
+        last, settings = self._programs.placement.num_stages - 1, self._settings
+        return {
+            number: Stage(number, module, self._device, settings.recompute, settings.loss_fn if number == last else None)
+            for number, module in self._parts.modules.items()
+        }
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+
+    def step(self, batch: object) -> StepResult:
+        """Forward and backward of one batch; gradients are added to the parameters' ``.grad``.
+
+        Args:
+            batch: this replica's batch, a pair (inputs, targets) with the samples in dimension 0 of every tensor, or a
+                list of such pairs, one for each micro-batch, of any sizes. Or an iterator of such batches, from which
+                only the owners of the first and the last stage pull the next one. Other ranks may pass None.
+
+        Returns:
+            loss and counts of the whole batch, the same on every rank.
+
+        Raises:
+            EndOfData: the iterator is exhausted; on every rank.
+            PipertError, ScheduleError: the batch was refused; on every rank, and nothing was changed.
+            BaseException: an action failed; the pipeline cannot be used any more.
+        """
+        settings = self._settings
+        result = self._session.run(batch, Call(True, settings.microbatches, self.step_index, settings.seed))
+        self.step_index += 1
+        return result
+
+    def eval_step(self, batch: object, *, microbatches: int | None = None, outputs: bool = False) -> StepResult:
+        """Forward of one batch in evaluation mode; changes nothing, keeps no graph.
+
+        Args:
+            batch: as for `step`.
+            microbatches: into how many the batch is split; default as for `step`.
+            outputs: give back the model's outputs, on the owners of the last stage.
+
+        Raises:
+            EndOfData, PipertError, ScheduleError, BaseException: as `step`.
+        """
+        settings = self._settings
+        count = settings.microbatches if microbatches is None else microbatches
+        with evaluating(self._parts.modules):
+            return self._session.run(batch, Call(False, count, self.step_index, settings.seed, outputs))
+
+    # ---- parameters ------------------------------------------------------------------------------------------------
+
+    @property
+    def modules(self) -> Mapping[int, StageModule]:
+        """This rank's stages by number."""
+        return self._parts.modules
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, with their names in the model. Copies of a tied weight have one name on all ranks."""
+        return ((entry.name, entry.parameter) for entry in self._parts.book)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters."""
+        return (entry.parameter for entry in self._parts.book)
+
+    def grad_norm(self) -> float:
+        """The 2-norm of all gradients of the model; the same on every rank. Every rank calls it."""
+        return gradient_norm(self._parts.book, self.mesh.pp_group)
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients of the model so that their norm is at most ``max_norm``. Every rank calls it.
+
+        Returns:
+            the norm before.
+
+        Raises:
+            ConfigError: ``max_norm`` is not positive.
+        """
+        norm = self.grad_norm()
+        clip(self._parts.book, norm, max_norm)
+        return norm
+
+    # ---- what it looks like ----------------------------------------------------------------------------------------
+
+    def table(self) -> str:
+        """The stages with their first and last block, parameters, expected time and memory."""
+        return self.partition.table()
+
+
+@contextmanager
+def evaluating(modules: Mapping[int, nn.Module]) -> Iterator[None]:
+    """Put modules into evaluation mode, and each back into the mode in which it was."""
+    modes = [(part, part.training) for module in modules.values() for part in module.modules()]
+    try:
+        for part, _ in modes:
+            part.training = False
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def in_flight(schedule: Schedule) -> list[int]:
+    """For each stage the most micro-batches that are between their forward and the end of their backward at once."""
+    split = any(Kind.W in row.kinds for row in schedule.rows)
+    frees = Kind.W if split else Kind.B
+    peaks = [1] * schedule.num_stages
+    for row in schedule.rows:
+        for stage in set(row.stages.tolist()):
+            kinds = row.kinds[row.stages == stage].tolist()
+            changes = ((kind == Kind.F) - (kind in (Kind.B, frees)) for kind in kinds)
+            peaks[stage] = max(1, *accumulate(changes))
+    return peaks
+
+
+def _device_of(modules: Mapping[int, nn.Module]) -> torch.device:
+    return next((p.device for module in modules.values() for p in module.parameters()), torch.device("cpu"))

@@ -1,0 +1,154 @@
+"""Programs on demand: generated, lowered, proved and kept."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipert.errors import BatchError, ConfigError
+from pipert.scheduler.action import Action, Kind
+from pipert.scheduler.generators.registry import generate
+from pipert.scheduler.lower import lower
+from pipert.scheduler.placement import Placement
+from pipert.scheduler.program import Program
+from pipert.scheduler.schedule import Schedule
+from pipert.scheduler.semantics import Semantics
+from pipert.scheduler.verify import Proof, verify
+
+#: A schedule's name, a schedule, or a function from (ranks, micro-batches) to one.
+ScheduleSource = str | Schedule | Callable[[int, int], Schedule]
+
+
+@dataclass(frozen=True)
+class ProgramKey:
+    """What a program depends on, beside the schedule and the transport.
+
+    Attributes:
+        microbatches: how many.
+        trainable_from: the first stage with a backward; the number of stages for an evaluation.
+        sizes: whether sizes travel ahead of the forward messages.
+        ties: for each trainable tied weight the stages that hold a copy.
+    """
+
+    microbatches: int
+    trainable_from: int
+    sizes: bool = False
+    ties: tuple[tuple[int, ...], ...] = ()
+
+
+class Programs:
+    """Makes and proves programs for one pipeline, and keeps the last ones.
+
+    Args:
+        source: where schedules come from.
+        ranks: pipeline ranks.
+        microbatches: the usual number.
+        chunks: stages a rank, for schedules by name.
+        semantics: the transport's message rules.
+        reduce: whether gradients are summed over replicas.
+        capacity: how many programs are kept.
+
+    Attributes:
+        placement: the rank of every stage; all programs have this one.
+        name: the schedule's name.
+    """
+
+    def __init__(
+        self,
+        source: ScheduleSource,
+        ranks: int,
+        microbatches: int,
+        chunks: int,
+        semantics: Semantics,
+        reduce: bool,
+        capacity: int = 64,
+    ) -> None:
+        self._source, self._ranks, self._chunks = source, ranks, chunks
+        self._semantics, self._reduce, self._capacity = semantics, reduce, capacity
+        self._proofs: OrderedDict[ProgramKey, Proof] = OrderedDict()
+        first = self._generate(microbatches)
+        if first.placement.num_ranks != ranks:
+            raise ConfigError(
+                f"the schedule {first.name} is for {first.placement.num_ranks} ranks, but pp = {ranks}; use a schedule for "
+                f"{ranks} ranks"
+            )
+        self.placement: Placement = first.placement
+        self.name = first.name
+
+    def proof(self, key: ProgramKey) -> Proof:
+        """The proof of the program for a key.
+
+        Raises:
+            UnsafeProgramError: the program is not safe; the message is the picture.
+            ScheduleError: the schedule cannot be lowered.
+            BatchError: the schedule is for another number of micro-batches.
+        """
+        if key not in self._proofs:
+            self._proofs[key] = verify(self._lower(key)).require()
+            while len(self._proofs) > self._capacity:
+                self._proofs.popitem(last=False)
+        self._proofs.move_to_end(key)
+        return self._proofs[key]
+
+    def program(self, key: ProgramKey) -> Program:
+        """The proved program for a key; raises as `proof`."""
+        program = self.proof(key).target
+        assert isinstance(program, Program)
+        return program
+
+    def schedule(self, microbatches: int) -> Schedule:
+        """The schedule for a number of micro-batches."""
+        return self._generate(microbatches)
+
+    def _lower(self, key: ProgramKey) -> Program:
+        evaluation = key.trainable_from == self.placement.num_stages
+        if evaluation and isinstance(self._source, Schedule) and self._source.microbatches != key.microbatches:
+            schedule = forward_schedule(self.placement, key.microbatches)
+        else:
+            schedule = self._generate(key.microbatches)
+        if schedule.placement != self.placement:
+            raise ConfigError(
+                f"the schedule for {key.microbatches} micro-batches places the stages on ranks {schedule.placement}, the "
+                f"model was built for {self.placement}; a schedule function must not change the placement"
+            )
+        return lower(
+            schedule,
+            self._semantics,
+            trainable_from=key.trainable_from,
+            ties=key.ties,
+            reduce=self._reduce and not evaluation,
+            meta=range(key.microbatches) if key.sizes else (),
+            prefetch=0 if key.sizes else 1,
+        )
+
+    def _generate(self, microbatches: int) -> Schedule:
+        if isinstance(self._source, str):
+            return generate(self._source, self._ranks, microbatches, self._chunks)
+        if self._chunks != 1:
+            raise ConfigError(f"chunks = {self._chunks} goes with schedules by name; this schedule has its own placement")
+        if callable(self._source):
+            schedule = self._source(self._ranks, microbatches)
+            if not isinstance(schedule, Schedule) or schedule.microbatches != microbatches:
+                raise ConfigError(
+                    f"the schedule function returned {schedule!r:.80} for {microbatches} micro-batches; it must return a "
+                    "Schedule for as many as it was asked for"
+                )
+            return schedule
+        if self._source.microbatches != microbatches:
+            raise BatchError(
+                f"the schedule {self._source.name} is for {self._source.microbatches} micro-batches, not {microbatches}; use "
+                "a schedule's name or a function (ranks, microbatches) -> Schedule for other numbers"
+            )
+        return self._source
+
+
+def forward_schedule(placement: Placement, microbatches: int) -> Schedule:
+    """A schedule of forwards alone, for any placement: micro-batches in groups of the number of ranks, stage by stage."""
+    group = placement.num_ranks
+    order = sorted(
+        ((stage, microbatch) for stage in range(placement.num_stages) for microbatch in range(microbatches)),
+        key=lambda pair: (pair[1] // group, pair[0], pair[1]),
+    )
+    rows = ([Action(s, Kind.F, m) for s, m in order if placement.owners[s] == rank] for rank in range(group))
+    return Schedule.of("forward", placement, microbatches, rows)

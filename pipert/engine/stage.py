@@ -1,0 +1,205 @@
+"""One stage: the forward and backward of a micro-batch through the blocks that a rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pipert.engine.blocks import BlockRunner, recomputed
+from pipert.engine.boundary import Entry, Handover
+from pipert.engine.loss import LossFunction, weighted
+from pipert.errors import ConfigError
+from pipert.graph.stage import StageModule
+from pipert.randomness import Draw
+
+Recompute = Literal["none", "block", "full"]
+
+
+@dataclass
+class StepData:
+    """What the stages of a rank need for one step, and what they find out.
+
+    Attributes:
+        recording: whether there will be backwards.
+        trainable_from: stages below it have none.
+        draws: for each micro-batch its step and samples.
+        weights: for each micro-batch its weight in the loss of the whole batch.
+        inputs: owner of the first stage: each micro-batch's inputs, None once used.
+        targets: owner of the last stage: each micro-batch's targets.
+        losses: owner of the last stage: each micro-batch's mean loss, None where it counts nothing.
+        outputs: owner of the last stage: each micro-batch's output where they are kept, else None.
+    """
+
+    recording: bool
+    trainable_from: int
+    draws: Sequence[Draw]
+    weights: Sequence[float]
+    inputs: list[Any] = field(default_factory=list)
+    targets: list[Any] = field(default_factory=list)
+    losses: list[torch.Tensor | None] = field(default_factory=list)
+    outputs: list[Any] | None = None
+
+
+class Stage:
+    """Consecutive blocks of the model.
+
+    A micro-batch is *live* here from its forward to its backward. Until then the stage keeps its autograd graph alone (as
+    `GradientEdge`, not as tensors): what it sent on is freed as soon as it has left, unless the graph itself needs it.
+
+    Args:
+        index: which stage.
+        module: what it runs.
+        device: where.
+        recompute: nothing, each block or the whole stage is computed a second time instead of kept.
+        loss_fn: on the last stage.
+
+    Attributes:
+        live: the micro-batches between their forward and their backward.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: StageModule,
+        device: torch.device,
+        recompute: Recompute = "none",
+        loss_fn: LossFunction | None = None,
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.device = device
+        self.live: dict[int, _Live] = {}
+        self._recompute_all = recompute == "full"
+        self._runner = BlockRunner({b.name: b.module for b in module.blocks}, device, recompute == "block")
+        self._loss_fn = loss_fn
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._memories: frozenset[int] = frozenset()
+        self._step = StepData(False, 0, (), ())
+        self._recording = False
+        module.call = self._runner
+
+    def begin(self, step: StepData) -> None:
+        """Get ready for a step."""
+        self._step = step
+        self._recording = step.recording and self.index >= step.trainable_from
+        self._memories = frozenset(map(_memory, [*self.module.parameters(), *self.module.buffers()]))
+
+    def forward(self, microbatch: int, handover: Handover | None) -> Handover | None:
+        """Run a micro-batch forward.
+
+        Args:
+            microbatch: which.
+            handover: the previous stage's output; None on the first stage.
+
+        Returns:
+            what the next stage gets; None on the last stage, which computes the loss.
+        """
+        entry = None
+        with torch.set_grad_enabled(self._recording):
+            if handover is None:
+                value, self._step.inputs[microbatch] = self._step.inputs[microbatch], None
+            elif self._recording and handover.spec.with_gradient:
+                entry = Entry(handover)
+                value = entry.value(self._anchor)
+            else:
+                value = handover.value()
+            self._runner.draw = self._step.draws[microbatch]
+            output = self._run(value)
+            if self._loss_fn is None:
+                result, roots = Handover.of(output)
+                result = self._owned(result)
+            else:
+                result, roots = None, self._finish(microbatch, output)
+        if self._recording:
+            seeds = [torch.ones_like(root) for root in roots] if result is None else []
+            self.live[microbatch] = _Live(entry, [get_gradient_edge(root) for root in roots], seeds)
+        return result
+
+    def _run(self, value: Any) -> Any:
+        if not (self._recompute_all and self._recording):
+            return self.module(value)
+        draw = self._runner.draw
+
+        def run(value: Any) -> Any:
+            self._runner.draw = draw
+            return self.module(value)
+
+        return recomputed(run, self.module, f"stage {self.index}", value)
+
+    def _finish(self, microbatch: int, output: Any) -> list[torch.Tensor]:
+        """The loss of a micro-batch; returns the root of its backward, if it has one."""
+        assert self._loss_fn is not None
+        step = self._step
+        if step.outputs is not None:
+            step.outputs[microbatch] = output
+        weight = step.weights[microbatch]
+        if not weight:
+            return []
+        root = weighted(loss := self._loss_fn(output, step.targets[microbatch]), weight)
+        step.losses[microbatch] = loss.detach()
+        if self._recording and not root.requires_grad:
+            raise ConfigError(
+                f"the loss of micro-batch {microbatch} depends on no trainable parameter, although there are some; do not "
+                "detach the output, or freeze all parameters"
+            )
+        return [root]
+
+    def _owned(self, handover: Handover) -> Handover:
+        """Copy what shares memory with parameters or buffers: those may change while it is still on its way."""
+        tensors = [tensor.clone() if _memory(tensor) in self._memories else tensor for tensor in handover.tensors]
+        return Handover(handover.spec, tensors)
+
+    def backward(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run a micro-batch backward; its activations are free afterwards.
+
+        Parameters' gradients are added to, in the order of the calls. A micro-batch of weight 0 adds nothing.
+
+        Args:
+            microbatch: which.
+            gradients: those of the stage's output; empty on the last stage.
+
+        Returns:
+            those of its input, one for each tensor with gradient.
+        """
+        live = self.live.pop(microbatch)
+        if live.edges and self._step.weights[microbatch]:
+            torch.autograd.backward(live.edges, gradients or live.seeds)
+        return [_unshared(gradient) for gradient in live.entry.gradients(self.device)] if live.entry else []
+
+
+@dataclass(slots=True)
+class _Live:
+    """A micro-batch between its forward and its backward.
+
+    Attributes:
+        entry: where its input entered the graph, if a gradient flows back.
+        edges: where its backward starts.
+        seeds: on the last stage the gradient with which it starts: the loss's with respect to itself.
+    """
+
+    entry: Entry | None
+    edges: list[GradientEdge]
+    seeds: list[torch.Tensor]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _unshared(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient in memory of its own.
+
+    autograd may give one piece of memory to an input's gradient and to a parameter's (``x + p.view(…)``), and adds to the
+    latter in place in the next micro-batch, when the former may not have been sent yet.
+    """
+    references = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    return gradient if references <= _SOLE_OWNER else gradient.clone()
+
+
+#: References to the memory of a tensor that nobody else uses: the tensor's own and the one through which we look.
+_SOLE_OWNER = 2
+
