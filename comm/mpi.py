@@ -9,57 +9,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from pipert.comm import collectives
-from pipert.comm.buffers import check_dense, check_parts, check_peer, check_tag
+from pipert.comm.buffers import check_parts, check_peer
 from pipert.comm.counters import Counters
-from pipert.comm.errors import CommError, MessageError, OptionError, TransportError
+from pipert.comm.errors import OptionError, TransportError
 from pipert.comm.mpi_job import Job, job, seconds_from_environment
+from pipert.comm.mpi_messages import Limits, Messages, check_memory, starter
 from pipert.comm.reduction import check_reduction
 from pipert.comm.transport import Request, Transport
 from pipert.comm.wait import Collective, Steps, wait_until
 
 #: Seconds of waiting after which the board says that this rank waits.
 _NOTED = 0.005
-
-
-class MpiRequest:
-    """A message under way. Keeps its tensor alive.
-
-    Attributes:
-        test: drives MPI and tells whether the message is complete.
-        tensor: the message.
-        peer: the other rank of the transport.
-    """
-
-    __slots__ = ("peer", "tensor", "test")
-
-    def __init__(self, test: Callable[[], bool], tensor: torch.Tensor, peer: int) -> None:
-        self.test = test
-        self.tensor = tensor
-        self.peer = peer
-
-
-class _Messages:
-    """A communicator's messages, arguments unchecked: what collectives are made of."""
-
-    def __init__(self, mpi: Any, comm: Any) -> None:
-        self.rank: int = comm.Get_rank()
-        self.size: int = comm.Get_size()
-        self._mpi, self._comm = mpi, comm
-
-    def isend(self, tensor: torch.Tensor, dest: int, tag: int, /) -> Request:
-        buffer = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-        return MpiRequest(self._comm.Isend((buffer, self._mpi.BYTE), dest, tag).Test, tensor, dest)
-
-    def irecv(self, tensor: torch.Tensor, source: int, tag: int, /) -> Request:
-        buffer = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-        return MpiRequest(self._comm.Irecv((buffer, self._mpi.BYTE), source, tag).Test, tensor, source)
 
 
 class MpiTransport(Transport):
@@ -83,21 +50,20 @@ class MpiTransport(Transport):
         for each in (self._comm, self._collective_comm):
             each.Set_errhandler(mpi.ERRORS_RETURN)
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self.tag_bound = min(tag_bound, comm.Get_attr(mpi.TAG_UB) + 1)
+        self.tag_bound = min(tag_bound, mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) + 1)
         self.deadline = deadline
         self.synchronous = synchronous
         group, everybody = comm.Get_group(), mpi.COMM_WORLD.Get_group()
         self._world_ranks: list[int] = list(group.Translate_ranks(list(range(self.size)), everybody))
         self.semantics: Mapping[str, object] = MappingProxyType({"name": "mpi", "matching": "tag"})
-        self._isend = comm.Issend if synchronous else comm.Isend
-        self._irecv = comm.Irecv
-        self._from_address = mpi.buffer.fromaddress
-        self._byte = mpi.BYTE
+        limits = Limits(self.size, self.tag_bound)
+        self._isend, self._sends = starter(mpi, comm.Issend if synchronous else comm.Isend, limits, "dest")
+        self._irecv, self._receives = starter(mpi, comm.Irecv, limits, "source")
         self._error: type[Exception] = mpi.Exception
-        self._channel = _Messages(mpi, self._collective_comm)
+        self._channel = Messages(mpi, self._collective_comm)
         self._sequence = 0
-        self._collective_counts = Counters()
-        self._sends = self._sent = self._receives = self._received = 0
+        self._first_polls = range(job.policy.spins)  # before a wait costs an object; a collective takes steps in test
+        self._collectives = Counters()
         self._closed = False
 
     @classmethod
@@ -133,17 +99,7 @@ class MpiTransport(Transport):
         Raises:
             MessageError: before anything is sent; a tensor that is not dense memory on the CPU, a wrong rank or tag.
         """
-        try:
-            pointer, nbytes = tensor.data_ptr(), tensor.nbytes
-            fits = 0 <= dest < self.size and 0 <= tag < self.tag_bound and tensor.is_cpu
-            if not (fits and tensor.is_contiguous()) or tensor.is_conj() or tensor.is_neg():
-                raise self._refusal(tensor, dest, tag, "dest")
-        except (TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
-            raise self._refusal(tensor, dest, tag, "dest") from error
-        self._sends += 1
-        self._sent += nbytes
-        sent = self._isend((self._from_address(pointer, nbytes), self._byte), dest, tag)
-        return MpiRequest(sent.Test, tensor, dest)
+        return self._isend(tensor, dest, tag)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """See `Transport.irecv`.
@@ -151,31 +107,7 @@ class MpiTransport(Transport):
         Raises:
             MessageError: as `isend`.
         """
-        try:
-            pointer, nbytes = tensor.data_ptr(), tensor.nbytes
-            fits = 0 <= source < self.size and 0 <= tag < self.tag_bound and tensor.is_cpu
-            if not (fits and tensor.is_contiguous()) or tensor.is_conj() or tensor.is_neg():
-                raise self._refusal(tensor, source, tag, "source")
-        except (TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
-            raise self._refusal(tensor, source, tag, "source") from error
-        self._receives += 1
-        self._received += nbytes
-        arriving = self._irecv((self._from_address(pointer, nbytes), self._byte), source, tag)
-        return MpiRequest(arriving.Test, tensor, source)
-
-    def _refusal(self, tensor: torch.Tensor, peer: int, tag: int, what: str) -> CommError:
-        """Why a message cannot be."""
-        try:
-            check_dense(tensor)
-            check_peer(peer, self.size, what)
-            check_tag(tag, self.tag_bound)
-        except CommError as error:
-            return error
-        if tensor.device.type != "cpu":
-            return MessageError(
-                f"the message is on {tensor.device} but MPI moves CPU memory; send tensor.cpu(), or use RCCL"
-            )
-        return MessageError(f"the message {tensor.dtype}{list(tensor.shape)} has no memory of its own")
+        return self._irecv(tensor, source, tag)
 
     # ---- collectives ------------------------------------------------------------------------------------------------
 
@@ -211,22 +143,20 @@ class MpiTransport(Transport):
         def steps() -> Steps:
             result.extend((yield from collectives.exchange(self._channel, blob, self._tag())))
 
-        self._collective_counts.record("exchange", len(blob))
+        self._collectives.record("exchange", len(blob))
         self.wait(self._job.progress.start(steps()), "an exchange")
         return result
 
     def _check(self, *tensors: torch.Tensor) -> None:
         for tensor in tensors:
-            check_dense(tensor)
-            if not tensor.is_cpu:
-                raise self._refusal(tensor, 0, 0, "root")
+            check_memory(tensor)
 
     def _tag(self) -> int:
         self._sequence = (self._sequence + 1) % (min(self.tag_bound, 1 << 20) // collectives.TAGS)
         return self._sequence * collectives.TAGS
 
     def _start(self, kind: str, tensor: torch.Tensor, steps: Steps) -> Collective:
-        self._collective_counts.record(kind, tensor.nbytes)
+        self._collectives.record(kind, tensor.nbytes)
         return self._job.progress.start(steps)
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
@@ -239,9 +169,11 @@ class MpiTransport(Transport):
             JobAborted: another rank failed first.
             TransportError: MPI says that the operation failed.
         """
+        test = request.test
         try:
-            if request.test():
-                return
+            for _ in self._first_polls:
+                if test():
+                    return
             wait = _Wait(self, request, doing, peer)
             wait_until(wait.done, self._job.policy, wait.check)
             wait.over()  # not after an error: then the board goes on telling what this rank waited for
@@ -261,13 +193,10 @@ class MpiTransport(Transport):
     @property
     def counters(self) -> Counters:
         """What this rank has started so far, by kind: ``send``, ``receive`` and the collectives."""
-        counts = Counters(self._collective_counts.messages.copy(), self._collective_counts.bytes.copy())
-        for kind, messages, nbytes in (
-            ("send", self._sends, self._sent),
-            ("receive", self._receives, self._received),
-        ):
-            if messages:
-                counts.messages[kind], counts.bytes[kind] = messages, nbytes
+        counts = Counters(self._collectives.messages.copy(), self._collectives.bytes.copy())
+        for kind, count in (("send", self._sends()), ("receive", self._receives())):
+            if count.messages:
+                counts.messages[kind], counts.bytes[kind] = count
         return counts
 
     # ---- groups and the end -----------------------------------------------------------------------------------------

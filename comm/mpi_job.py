@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -133,7 +134,7 @@ class Job:
         Returns:
             The error to raise: what is waited for, who owes it and what that rank is doing.
         """
-        held_up = chain(self.board.statuses(), self.rank, time.monotonic()).splitlines()
+        held_up = chain(self.board.statuses(), self.rank, time.monotonic()).splitlines()[1:]
         head = f"rank {self.rank} waited {waited:.1f} s {in_from(doing, peer)}; the deadline is {deadline:g} s"
         hint = "more time is given by deadline= or PIPERT_DEADLINE (seconds)"
         return self._claimed(Kind.HANG, self.rank, "\n".join([head, *held_up, hint]))
@@ -204,6 +205,7 @@ class Job:
             killer = threading.Thread(target=self.mpi.COMM_WORLD.Abort, args=(code,), daemon=True)
             killer.start()
             killer.join(5.0)
+        _remove_segments()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
@@ -245,6 +247,15 @@ class Job:
             busy = [str(status.rank) for status in self.board.statuses() if status.state is State.RUNNING]
             text = f"rank {self.rank} has ended and waited {waited:.0f} s for ranks {', '.join(busy)} to end"
             self.board.claim(Cause(self.rank, Kind.HANG, f"{text} (PIPERT_EXIT_DEADLINE)", time.time()))
+
+
+def _remove_segments() -> None:
+    """Unlink the shared memory that MPICH would have removed in ``MPI_Finalize``; every rank has it mapped by now."""
+    with suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            name = line.rpartition(" ")[2]
+            if name.startswith("/dev/shm/mpich_shm_"):
+                Path(name).unlink(missing_ok=True)
 
 
 def _pack(cause: Cause) -> bytes:

@@ -66,9 +66,7 @@ def join_board(mpi: Any, comm: Any) -> Node:
     keys = comm.allgather(keys[rank])
     if board is None:
         folder = board_folder()[0]
-        raise TransportError(
-            f"rank {rank} cannot write a status board in {folder}; set TMPDIR to a folder it can write"
-        )
+        raise TransportError(f"rank {rank} cannot write a status board in {folder}; set TMPDIR to one it can")
     board.join()
     local.Barrier()
     if local.Get_rank() == 0 and not board_folder()[1]:

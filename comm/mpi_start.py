@@ -131,15 +131,16 @@ class StartGuard:
     def _run(self) -> None:
         expected = _local_size() if (parent := _launcher()) else 0
         began = time.monotonic()
-        complete = began
+        complete, missing = began, ""
         while not self._over.wait(self._period):
             now = time.monotonic()
             there = _children(parent) if parent else []
             expected = max(expected, len(there))
             if len(there) >= expected:
-                complete = now
+                complete, missing = now, ""
+            missing = missing or _missing(there, expected)
             if now - complete > self._patience:
-                self._end(f"{_missing(there, expected)} ended before MPI had started; its own output tells why")
+                self._end(f"{missing} ended before MPI had started; its own output tells why")
             if now - began > self._deadline:
                 self._end(f"MPI_Init did not end in {self._deadline:g} s, the deadline: a rank has not called it")
 

@@ -96,10 +96,9 @@ class Watchdog:
         status = next(status for status in self._board.statuses() if status.rank == rank)
         if status.state is State.FINISHED:
             return
-        last = describe(status, time.monotonic()).removeprefix(f"rank {rank} ")
         text = (
             f"rank {rank} died: its process {status.pid} was killed (kill -9, out of memory) or left by os._exit\n"
-            f"  before that it {last}"
+            f"  the last that is known: {describe(status, time.monotonic())}"
         )
         self._board.claim(Cause(rank, Kind.DIED, text, time.time()))
 

@@ -18,8 +18,10 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 ROOT = Path(__file__).resolve().parent.parent
 #: The launcher of the MPI wheel in this environment; "mpiexec" from PATH where there is none.
@@ -116,14 +118,16 @@ def run_group(command: Sequence[str], timeout: float, environ: Mapping[str, str]
         finally:
             _kill_session(process.pid)
             process.wait()
-        texts = []
-        for stream in (out, err):
-            stream.seek(0)
-            texts.append(stream.read().decode(errors="replace"))
-    result = JobResult(tuple(command), -1 if code is None else code, *texts, time.monotonic() - begin)
+        stdout, stderr = _text(out), _text(err)
+    result = JobResult(tuple(command), -1 if code is None else code, stdout, stderr, time.monotonic() - begin)
     if code is None:
         raise JobTimeout(f"not over after {timeout} s, killed:\n{result.text}")
     return result
+
+
+def _text(stream: BinaryIO) -> str:
+    stream.seek(0)
+    return stream.read().decode(errors="replace")
 
 
 def left_over(session: int) -> list[int]:
@@ -142,10 +146,8 @@ def left_over(session: int) -> list[int]:
 def _kill_session(session: int) -> None:
     """Kill a session's processes: launchers put their ranks into process groups of their own."""
     for pid in left_over(session):
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def _environment(deadline: float, more: Mapping[str, str]) -> dict[str, str]:
