@@ -11,6 +11,7 @@ import pytest
 from pipert import __version__
 from pipert.cli import COMMANDS, main
 from pipert.comm.errors import MeshError
+from pipert.doctor import Finding
 from pipert.errors import PartitionError
 from pipert.scheduler.errors import ScheduleError
 
@@ -134,3 +135,23 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "pipert.launch", launcher)
     with pytest.raises(KeyError, match="a fault of ours"):
         main()
+
+
+@pytest.mark.parametrize(("gpu", "mpi", "code"), [(True, True, 0), (None, True, 0), (True, False, 1)])
+def test_doctor_shows_each_finding_and_fails_when_something_needed_does(
+    gpu: bool | None,
+    mpi: bool,
+    code: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    findings = [
+        Finding("GPUs", "[some/path]", gpu),
+        Finding("MPI library", "libmpi.so.12 is missing", mpi, "" if mpi else "pip install 'pipert[mpich]'"),
+    ]
+    monkeypatch.setattr("pipert.doctor.doctor", lambda progress, message_test: findings)
+    assert call(monkeypatch, "doctor") == code
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("GPUs", "[some/path]", "libmpi.so.12 is missing"))
+    assert ("FAILS" in printed) == (code != 0)
+    assert ("pipert[mpich]" in printed) == (code != 0)
