@@ -68,7 +68,7 @@ COUNTERPART: dict[Kind, tuple[Kind, int]] = {
     Kind.RECV_META: (Kind.SEND_META, -1),
 }
 
-_TEXT = re.compile(r"(\d+)([A-Z](?:[A-Z_]*[A-Z])?)(\d+)?", re.ASCII)
+_TEXT = re.compile(r"(\d{1,12})([A-Z](?:[A-Z_]*[A-Z])?)(\d{1,12})?", re.ASCII)
 
 
 class Action(NamedTuple):
@@ -106,7 +106,7 @@ class Action(NamedTuple):
         """
         match = _TEXT.fullmatch(text)
         if match is None:
-            raise ActionError(f"{text!r} is not an action; write stage, kind, micro-batch, for example 2F0 or 1SEND_B3")
+            raise ActionError(f"{text[:40]!r} is not an action; write stage, kind, micro-batch, as in 2F0 or 1SEND_B3")
         stage, name, microbatch = match.groups()
         if name not in Kind.__members__:
             known = ", ".join(Kind.__members__)

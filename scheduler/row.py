@@ -8,7 +8,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, MICROBATCH_MASK, STAGE_SHIFT, Action
+from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, MICROBATCH_MASK, STAGE_SHIFT, Action, Kind
 
 Codes = npt.NDArray[np.int64]
 
@@ -90,8 +90,18 @@ class ActionRow(Sequence[Action]):
     def __hash__(self) -> int:
         return hash(self._codes.tobytes())
 
+    def computations(self) -> ActionRow:
+        """The compute actions alone."""
+        return ActionRow.from_codes(self._codes[np.isin(self.kinds, [kind for kind in Kind if kind.is_compute])])
+
+    def words(self) -> list[str]:
+        """The text form of every action."""
+        names = [kind.name for kind in Kind]
+        fields = zip(self.stages.tolist(), self.kinds.tolist(), self.microbatches.tolist(), strict=True)
+        return [f"{stage}{names[kind]}{'' if kind == Kind.REDUCE else number}" for stage, kind, number in fields]
+
     def __str__(self) -> str:
-        return " ".join(map(str, self))
+        return " ".join(self.words())
 
     def __repr__(self) -> str:
         return f"ActionRow.parse({str(self)!r})"

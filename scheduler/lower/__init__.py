@@ -75,7 +75,8 @@ def _check(schedule: Schedule) -> None:
     if len(wrong):
         rank = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
         place = int(wrong[0] - offsets[rank])
+        action, own = schedule.rows[rank][place], schedule.placement.stages_of(rank)
         raise ScheduleError(
-            f"rank {rank}, action {place}: {schedule.rows[rank][place]} cannot be lowered; a schedule holds computations "
-            f"of the rank's own stages {schedule.placement.stages_of(rank)}, micro-batches 0 .. {schedule.microbatches - 1}"
+            f"rank {rank}, action {place}: {action} cannot be lowered; a row holds computations of the rank's own stages "
+            f"{own} for micro-batches 0 .. {schedule.microbatches - 1}"
         )
