@@ -17,13 +17,14 @@ from pipert.comm.transport import Transport
 from pipert.engine.parameters import ParameterBook, Tie, find_ties, ranks_of
 from pipert.engine.refusals import together
 from pipert.engine.settings import Settings
-from pipert.errors import ConfigError, PartitionError
+from pipert.errors import ConfigError
 from pipert.graph.estimate import estimate
 from pipert.graph.model_graph import ModelGraph
 from pipert.graph.profile import profile
-from pipert.graph.stage import StageModule, TracedModel, stage_module
+from pipert.graph.stage import StageBlock, StageModule, TracedModel, stage_module
 from pipert.graph.trace import trace
 from pipert.layers.materialise import materialise
+from pipert.partition.check import check_stages
 from pipert.scheduler.placement import Placement
 
 Assignment = tuple[tuple[str, ...], ...]
@@ -111,11 +112,11 @@ def build(
     book = ParameterBook(graph, modules, ties)
     groups = tuple(_tie_group(tie, placement, mesh) for tie in ties)
     _make_equal(modules, book, ties, groups, placement, mesh)
-    _check_totals(graph, book, mesh)
+    _check_totals(graph, assignment, modules, mesh)
     return Parts(graph, assignment, modules, book, ties, groups)
 
 
-def _own_copies(traced: TracedModel, blocks: list[str], world: Transport) -> dict[str, object]:
+def _own_copies(traced: TracedModel, blocks: list[str], world: Transport) -> dict[str, StageBlock]:
     """Copies of this rank's blocks where ranks are threads that were given one and the same model."""
     place = f"{socket.gethostname()} {os.getpid()}"
     places = [blob.decode() for blob in world.exchange(place.encode())]
@@ -174,11 +175,10 @@ def _broadcast(group: Transport, tensor: torch.Tensor, root: int) -> None:
             tensor.copy_(memory)
 
 
-def _check_totals(graph: ModelGraph, book: ParameterBook, mesh: Mesh) -> None:
+def _check_totals(graph: ModelGraph, assignment: Assignment, modules: Mapping[int, StageModule], mesh: Mesh) -> None:
     """Nothing was lost, and nothing is there twice."""
-    counts = [int(blob) for blob in mesh.pp_group.exchange(str(book.counted_numel).encode())]
-    if sum(counts) != graph.numel:
-        raise PartitionError(
-            f"the stages hold {' + '.join(map(str, counts))} = {sum(counts)} parameters, but the model has {graph.numel}; "
-            "every parameter must belong to exactly one block, or be tied"
-        )
+    mine = {stage: {name: p.numel() for name, p in module.named_parameters()} for stage, module in modules.items()}
+    built: dict[int, dict[str, int]] = {}
+    for blob in mesh.pp_group.exchange(json.dumps(mine).encode()):
+        built.update({int(stage): numels for stage, numels in json.loads(blob).items()})
+    check_stages(graph, assignment, [built[stage] for stage in sorted(built)])

@@ -68,6 +68,7 @@ class Agreement:
         counts: what each micro-batch counts.
         total: what the whole batch counts, over micro-batches and replicas.
         total_samples: samples of the whole batch.
+        total_microbatches: micro-batches of the whole batch.
         weights: ``counts / total``.
         trainable_from: the first stage with a trainable parameter; the number of stages if there is none.
         ties: which groups of tied weights are trainable.
@@ -78,6 +79,7 @@ class Agreement:
     counts: tuple[float, ...]
     total: float
     total_samples: int
+    total_microbatches: int
     weights: tuple[float, ...]
     trainable_from: int
     ties: tuple[bool, ...]
@@ -125,16 +127,18 @@ def agree(reports: Sequence[Report], position: Position) -> Agreement:
     ties = _check_ties(reports)
     counts = [_counts_of(reports, position, replica) for replica in range(position.dp)]
     total = sum(count for own in counts for count in own)
+    samples = [_input_report(reports, position, replica).samples for replica in range(position.dp)]
     inputs = _input_report(reports, position, position.replica)
     own_pipeline = [reports[position.rank_at(pp, position.replica, position.shard)] for pp in range(position.pp)]
     common = (inputs.mode, *(report.pattern for report in own_pipeline))
     trainable = [stage for report in own_pipeline for stage in report.trainable]
     return Agreement(
         keys=tuple((signature, *common) for signature in inputs.signatures),
-        samples=tuple(_sample_indices(reports, position)),
+        samples=_sample_indices(samples, position.replica),
         counts=counts[position.replica],
         total=total,
-        total_samples=sum(sum(_input_report(reports, position, dp).samples) for dp in range(position.dp)),
+        total_samples=sum(map(sum, samples)),
+        total_microbatches=sum(map(len, samples)),
         weights=weights(counts[position.replica], total),
         trainable_from=min(trainable, default=position.stages),
         ties=ties,
@@ -214,9 +218,7 @@ def _counts_of(reports: Sequence[Report], position: Position, replica: int) -> t
     return counts
 
 
-def _sample_indices(reports: Sequence[Report], position: Position) -> Iterator[tuple[int, ...]]:
+def _sample_indices(samples: Sequence[Sequence[int]], replica: int) -> tuple[tuple[int, ...], ...]:
     """Indices in the global batch: the replicas' batches one after the other."""
-    before = sum(sum(_input_report(reports, position, replica).samples) for replica in range(position.replica))
-    sizes = _input_report(reports, position, position.replica).samples
-    for stop, size in zip(accumulate(sizes, initial=before), sizes, strict=False):
-        yield tuple(range(stop, stop + size))
+    starts = accumulate(samples[replica], initial=sum(map(sum, samples[:replica])))
+    return tuple(tuple(range(start, start + size)) for start, size in zip(starts, samples[replica], strict=False))

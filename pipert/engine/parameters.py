@@ -81,11 +81,6 @@ class ParameterBook:
     def __iter__(self) -> Iterator[Owned]:
         return iter(self.owned)
 
-    @property
-    def counted_numel(self) -> int:
-        """Elements of the parameters that totals count here."""
-        return sum(entry.parameter.numel() for entry in self.owned if entry.counted)
-
     def pattern(self) -> str:
         """Digest of which parameters are trainable now."""
         flags = "".join(f"{entry.name}={entry.parameter.requires_grad};" for entry in self.owned)

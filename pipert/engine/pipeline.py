@@ -20,6 +20,8 @@ from pipert.engine.result import StepResult
 from pipert.engine.session import Call, Session
 from pipert.engine.settings import Settings
 from pipert.engine.stage import Recompute, Stage
+from pipert.engine.timings import gather
+from pipert.errors import ConfigError
 from pipert.graph.stage import StageModule
 from pipert.graph.trace import trace
 from pipert.partition.limits import StageLimit
@@ -28,6 +30,7 @@ from pipert.partition.solve import partition_graph
 from pipert.scheduler.action import Kind
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.semantics import Semantics
+from pipert.scheduler.timeline import Timeline
 from pipert.scheduler.verify import Proof
 
 
@@ -211,6 +214,19 @@ class Pipeline:
     def table(self) -> str:
         """The stages with their first and last block, parameters, expected time and memory."""
         return self.partition.table()
+
+    def timeline(self) -> Timeline:
+        """When every action of the last step ran, on the ranks of this pipeline. Every rank calls it.
+
+        It has the same type as a simulated one: draw it, compare it. Waiting for messages is a gap before a computation.
+
+        Raises:
+            ConfigError: there was no step yet.
+        """
+        timings = self._session.timings
+        if timings is None:
+            raise ConfigError("there is no timeline before the first step; call step first, on every rank")
+        return gather(self._programs.name, timings, self.mesh.pp_group)
 
 
 @contextmanager

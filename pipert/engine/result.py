@@ -14,7 +14,7 @@ class StepResult:
         loss: mean loss over everything that the whole batch counts, over micro-batches and replicas; 0.0 if nothing is.
         tokens: what the whole batch counts.
         samples: samples of the whole batch.
-        microbatches: micro-batches of this rank's pipeline.
+        microbatches: micro-batches of the whole batch, over all replicas.
         step: number of the step, from 0; evaluations have that of the step to come.
         outputs: after ``eval_step(…, outputs=True)``, on the ranks that own the last stage: the model's output for each
             micro-batch. None elsewhere.

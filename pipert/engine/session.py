@@ -215,7 +215,7 @@ class Session:
             loss=sum(json.loads(losses[rank]) for rank in owners),
             tokens=agreement.total,
             samples=agreement.total_samples,
-            microbatches=agreement.microbatches,
+            microbatches=agreement.total_microbatches,
             step=call.step,
             outputs=None if data.outputs is None else tuple(data.outputs),
         )

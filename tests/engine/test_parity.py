@@ -1,0 +1,138 @@
+"""The numbers of a pipeline are those of one process, whatever the layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from pipert.comm.faults import Faults
+from tests.engine.world import (
+    ADAMW,
+    SCHEDULES,
+    SGD,
+    assert_same,
+    gpt,
+    parts,
+    run_pipeline,
+    run_plain,
+    token_loss,
+    tokens,
+    tower,
+    vectors,
+)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5, 8])
+def test_every_schedule_takes_every_number_of_microbatches(schedule: str, chunks: int, microbatches: int) -> None:
+    batch = vectors(8)
+    model = tower(8, dtype=torch.float32)
+    batch = (batch[0].float(), batch[1].float())
+    mine = run_pipeline(model, F.mse_loss, [[batch]], 4, schedule=schedule, chunks=chunks, microbatches=microbatches)
+    assert_same(mine, run_plain(model, F.mse_loss, [[parts(batch, microbatches)]]), 0)
+
+
+@pytest.mark.parametrize("microbatches", range(1, 13))
+def test_interleaved_takes_microbatches_that_do_not_divide(microbatches: int) -> None:
+    batch = vectors(12)
+    model = tower(8)
+    mine = run_pipeline(
+        model, F.mse_loss, [[batch]], 4, schedule="interleaved", chunks=2, microbatches=microbatches
+    )
+    assert_same(mine, run_plain(model, F.mse_loss, [[parts(batch, microbatches)]]), 0)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
+def test_a_gpt_with_tied_weights_trains_as_in_one_process(schedule: str, chunks: int, optimizer: Any) -> None:
+    model = gpt(tied=True)
+    batches = [tokens(4, seed=step) for step in range(3)]
+    mine = run_pipeline(
+        model,
+        token_loss,
+        [[batch] for batch in batches],
+        4,
+        optimizer=optimizer,
+        schedule=schedule,
+        chunks=chunks,
+        microbatches=4,
+    )
+    assert_same(mine, run_plain(model, token_loss, [[parts(b, 4)] for b in batches], optimizer=optimizer))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_replicas_agree_with_one_process(tied: bool) -> None:
+    model = gpt(tied=tied, layers=3)
+    steps = [[tokens(4, seed=2 * step), tokens(3, length=12, seed=2 * step + 1)] for step in range(3)]
+    mine = run_pipeline(model, token_loss, steps, 2, 2, optimizer=ADAMW, microbatches=2)
+    plain = [[parts(batch, 2) for batch in step] for step in steps]
+    assert_same(mine, run_plain(model, token_loss, plain, optimizer=ADAMW))
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> dict[str, Any]:
+    """A layout, a model, data and a transport."""
+    schedule, chunks = draw(st.sampled_from(SCHEDULES))
+    pp, dp = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (1, 3), (3, 2)]))
+    stages = pp * chunks
+    steps = draw(st.integers(1, 2))
+    sizes = st.lists(st.integers(1, 4), min_size=1, max_size=5)
+    return {
+        "schedule": schedule,
+        "chunks": chunks,
+        "pp": pp,
+        "dp": dp,
+        "blocks": draw(st.integers(stages, stages + 4)),
+        "sizes": [[draw(sizes) for _ in range(dp)] for _ in range(steps)],
+        "recompute": draw(st.sampled_from(["none", "block", "full"])),
+        "tie": draw(st.booleans()),
+        "frozen": draw(st.sets(st.integers(0, stages + 3))),
+        "dynamic": draw(st.booleans()),
+        "optimizer": draw(st.sampled_from([None, SGD, ADAMW])),
+        "transport": {
+            "buffered": draw(st.booleans()),
+            "blocking": draw(st.booleans()),
+            "matching": draw(st.sampled_from(["tag", "order"])),
+            "channel": draw(st.sampled_from(["message", "pair", "direction", "rank"])),
+            "tag_bound": draw(st.sampled_from([32768, 7])),
+            "faults": draw(st.sampled_from([None, Faults(seed=1, delay=3.0, reorder=True), Faults(seed=2, delay=0.5)])),
+        },
+    }
+
+
+@settings(max_examples=60)
+@given(worlds())
+def test_any_layout_on_any_transport_gives_the_numbers_of_one_process(world: dict[str, Any]) -> None:
+    model = tower(world["blocks"])
+    if world["tie"]:
+        linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+        linears[-1].weight = linears[0].weight
+    for index, block in enumerate(model):
+        block.requires_grad_(index not in world["frozen"])
+    if all(not p.requires_grad for p in model.parameters()):
+        model.requires_grad_(True)
+    steps, seed = [], 0
+    for sizes in world["sizes"]:
+        replicas = []
+        for own in sizes:
+            seed += 1
+            replicas.append([vectors(size, seed=100 * seed + i) for i, size in enumerate(own)])
+        steps.append(replicas)
+    mine = run_pipeline(
+        model,
+        F.mse_loss,
+        steps,
+        world["pp"],
+        world["dp"],
+        optimizer=world["optimizer"],
+        transport=world["transport"],
+        **{key: world[key] for key in ("schedule", "chunks", "recompute", "dynamic")},
+    )
+    bitwise = world["dp"] == 1 and not world["tie"]
+    assert_same(mine, run_plain(model, F.mse_loss, steps, optimizer=world["optimizer"]), 0 if bitwise else 1e-10)
