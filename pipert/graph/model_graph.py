@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -182,7 +182,7 @@ class ModelGraph:
     def chain(cls, blocks: Iterable[Block], costs: str = "given") -> ModelGraph:
         """A graph in which each block feeds only the next one, as in ``nn.Sequential``."""
         row = tuple(blocks)
-        return cls(row, tuple(Edge(a.name, b.name) for a, b in itertools.pairwise(row)), costs)
+        return cls(row, tuple(Edge(a.name, b.name) for a, b in pairwise(row)), costs)
 
     @cached_property
     def index(self) -> Mapping[str, int]:
@@ -192,7 +192,7 @@ class ModelGraph:
     @cached_property
     def is_chain(self) -> bool:
         """Whether each block feeds the next one and nothing else."""
-        want = zip(self.blocks, self.blocks[1:], strict=True)
+        want = pairwise(self.blocks)
         return len(self.edges) == len(self.blocks) - 1 and all(
             (e.source, e.target) == (a.name, b.name) for e, (a, b) in zip(self.edges, want, strict=True)
         )

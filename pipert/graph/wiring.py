@@ -67,7 +67,7 @@ def _owners(graph: fx.Graph, calls: Sequence[fx.Node]) -> dict[fx.Node, int]:
     needed = _first_need(graph, place)
     ordered = any(_changes(node) for node in graph.nodes)
     owners: dict[fx.Node, int] = {}
-    entering: list[set[fx.Node]] = [set() for _ in calls]
+    entering = [set(call.all_input_nodes) for call in calls]
     latest = 0
     for node in graph.nodes:
         if node.op in ("get_attr", "output"):
@@ -76,14 +76,13 @@ def _owners(graph: fx.Graph, calls: Sequence[fx.Node]) -> dict[fx.Node, int]:
             owners[node] = -1
             continue
         sources = [s for s in node.all_input_nodes if s.op != "get_attr"]
-        producer = max((owners[s] for s in sources), default=-1)
+        producer = max([0, *(owners[s] for s in sources)])  # the first block may use the model's inputs
+        brings_nothing = all(owners[s] == producer or s in entering[producer] for s in sources)
         if node in place:
             owner = latest = place[node]
         elif ordered:
             owner = latest
-        elif node not in needed or _is_size(node):
-            owner = max(producer, 0)
-        elif producer >= 0 and all(owners[s] == producer or s in entering[producer] for s in sources):
+        elif node not in needed or _is_size(node) or brings_nothing:
             owner = producer
         else:
             owner = needed[node]

@@ -23,6 +23,10 @@ def check_stages(graph: ModelGraph, assignment: Sequence[Sequence[str]], built: 
     """
     if len(built) != len(assignment):
         raise PartitionError(f"{len(built)} built stages for a partition into {len(assignment)}; build each stage once")
+    flat = [name for names in assignment for name in names]
+    if sorted(flat) != sorted(graph.index):
+        wrong = sorted(set(flat) ^ set(graph.index)) or sorted({name for name in flat if flat.count(name) > 1})
+        raise PartitionError(f"every block must be in exactly one stage; not so: {', '.join(wrong)}")
     total, duplicates = 0, 0
     met: set[str] = set()
     for s, (names, found) in enumerate(zip(assignment, built, strict=True)):
@@ -37,7 +41,7 @@ def check_stages(graph: ModelGraph, assignment: Sequence[Sequence[str]], built: 
     if total - duplicates != graph.numel:
         raise PartitionError(
             f"the stages hold {total:,} parameters, {duplicates:,} of them tied duplicates; the model has "
-            f"{graph.numel:,}; every block must be in exactly one stage"
+            f"{graph.numel:,}; build each stage from its partition"
         )
 
 

@@ -7,8 +7,8 @@ the stages 0 .. s together always form a downset, and a partition is a chain of 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ DOWNSET_CAP = 1500
 def is_total_order(graph: ModelGraph) -> bool:
     """Whether every block feeds the next, so that there is one topological order and skip edges change nothing."""
     pairs = {(e.source, e.target) for e in graph.edges}
-    return all((a.name, b.name) in pairs for a, b in zip(graph.blocks, graph.blocks[1:], strict=True))
+    return all((a.name, b.name) in pairs for a, b in pairwise(graph.blocks))
 
 
 def dag_cuts(
@@ -165,8 +165,8 @@ def _best_order(
         except PartitionError as error:
             refusal = error
             continue
-        sums = [sum(ordered[a:b]) for a, b in itertools.pairwise(cuts)]
-        found.append((max(sums), sum(s * s for s in sums), [names[a:b] for a, b in itertools.pairwise(cuts)]))
+        sums = [sum(ordered[a:b]) for a, b in pairwise(cuts)]
+        found.append((max(sums), sum(s * s for s in sums), [names[a:b] for a, b in pairwise(cuts)]))
     if not found:
         assert refusal is not None
         raise refusal

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -68,7 +68,7 @@ def _solve(
         places = chain_cuts(costs, stages, None if free else memory.reach(names, limits))
     except PartitionError as error:
         raise _explain(error, graph, limits, memory) from None
-    return [names[a:b] for a, b in itertools.pairwise(places)], "exact"
+    return [names[a:b] for a, b in pairwise(places)], "exact"
 
 
 def _by_hand(graph: ModelGraph, stages: int, cuts: Sequence[int] | Sequence[str]) -> list[list[str]]:
@@ -94,7 +94,7 @@ def _by_hand(graph: ModelGraph, stages: int, cuts: Sequence[int] | Sequence[str]
                 "first, in order"
             )
         ends = [*starts, n]
-    return [names[a:b] for a, b in zip([0, *ends], ends, strict=True)]
+    return [names[a:b] for a, b in pairwise([0, *ends])]
 
 
 def _check_known(graph: ModelGraph, limits: Sequence[StageLimit]) -> None:
@@ -135,13 +135,13 @@ def _explain(error: PartitionError, graph: ModelGraph, limits: Sequence[StageLim
         stage = int(over[worst].argmin())
         if over[worst, stage] > 0:
             return PartitionError(
-                f"{error}: block {graph.blocks[worst].name} alone takes {over[worst, stage] + room[stage]:,} bytes with "
-                f"{limits[stage].in_flight} micro-batches in flight, more than any stage may hold (stage {stage}: "
+                f"{error}: block {graph.blocks[worst].name} alone takes {over[worst, stage] + room[stage]:,} bytes "
+                f"with {limits[stage].in_flight} micro-batches in flight, more than any stage may hold (stage {stage}: "
                 f"{room[stage]:,}); raise the limit, recompute activations, or use fewer micro-batches in flight"
             )
     least = sum(memory.own(b) for b in graph.blocks) + sum(memory.group_bytes)
     total = f"{sum(room):,} bytes together" if len(room) == len(limits) else "any number of bytes in some stages"
     return PartitionError(
-        f"{error}: parameters and their state alone take {least:,} bytes, the stages may hold {total}, and activations "
+        f"{error}: parameters and their state alone take {least:,} bytes, the stages may hold {total}, activations "
         f"come on top ({flights} micro-batches in flight); use more stages, raise the limits, or recompute activations"
     )
