@@ -82,7 +82,8 @@ def _turns(sends: Codes, program: Program) -> Codes:
 def _needed(messages: Codes, program: Program) -> Codes:
     """Replace by NONE what is no message: beyond an end of the pipeline, on one rank, or a gradient nobody wants."""
     owners = np.array(program.placement.owners)
-    stages, kinds = stages_of(messages), kinds_of(messages)
+    candidates = np.maximum(messages, 0)
+    stages, kinds = stages_of(candidates), kinds_of(candidates)
     there = stages + OFFSET[kinds]
     exists = (messages != NONE) & (there >= 0) & (there < len(owners))
     crosses = exists & (owners[stages] != owners[np.where(exists, there, 0)])
