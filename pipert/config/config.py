@@ -75,7 +75,7 @@ class Config:
         if self.schedule.warmup > self.run.steps:
             yield (
                 f"schedule.warmup {self.schedule.warmup} is longer than run.steps {self.run.steps}; "
-                "the learning rate would never reach its peak"
+                f"the learning rate would never reach its peak, so use schedule.warmup <= {self.run.steps}"
             )
         if self.schedule.length is not None and self.schedule.length <= self.schedule.warmup:
             yield (

@@ -110,6 +110,7 @@ class RunConfig(Section):
         seed: of initial weights, dropout and the order of samples.
         eval_every: steps between evaluations; there is one before the first step and one after the last.
         eval_samples: held-out sequences an evaluation, at most.
+        timeline_every: steps between measurements of the bubble.
         deadline: seconds that a rank waits for another before the job ends with a report.
         output: folder for metrics, pictures and the final summary.
     """
@@ -118,5 +119,6 @@ class RunConfig(Section):
     seed: NotNegative = 0
     eval_every: AtLeastOne = 50
     eval_samples: AtLeastOne = 64
+    timeline_every: AtLeastOne = 10
     deadline: Positive = 120.0
     output: str = "runs/gpt"

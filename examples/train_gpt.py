@@ -1,0 +1,30 @@
+"""Train a GPT over MPI ranks.
+
+    pipert launch -n 4 examples/train_gpt.py examples/configs/tiny.toml
+    pipert launch -n 2 examples/train_gpt.py examples/configs/tiny.toml parallel.dp=1 run.steps=50
+
+The configuration says how many ranks there must be: pp × dp × tp. Settings after the file win over those in it. The
+summary at the end says where the metrics (JSON lines) and the pictures of the pipeline are.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pipert
+from pipert.config import load_config
+from pipert.trainer import train
+
+
+def main() -> None:
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    config = load_config(sys.argv[1], sys.argv[2:])
+    layout = config.parallel
+    mesh = pipert.Mesh.from_mpi(pp=layout.pp, dp=layout.dp, tp=layout.tp, deadline=config.run.deadline)
+    train(config, mesh)
+    mesh.close()
+
+
+if __name__ == "__main__":
+    main()
