@@ -1,0 +1,55 @@
+"""Stages that sleep instead of computing, so that many ranks are honest on few cores."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return gradients[0] * 1.0, torch.zeros(1), None, None
+
+
+class SleepStage(nn.Module):
+    """The identity, with one weight, that takes its time.
+
+    Args:
+        forward: seconds of a forward.
+        backward: seconds of a backward.
+    """
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self._seconds = forward, backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Sleep.apply(x, self.weight, *self._seconds)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class Identity(nn.Module):
+    """One multiplication by one weight: next to nothing, so that what is left is the runtime's own cost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def mean_difference(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss that costs nothing."""
+    return (output - target).mean()

@@ -1,0 +1,54 @@
+"""Contestants that take turns, step by step, in one job of MPI ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from statistics import median
+
+import pipert
+from pipert.scheduler.action import Kind
+from pipert.scheduler.costs import Costs
+from pipert.scheduler.timeline import Timeline
+
+
+def take_turns(
+    mesh: pipert.Mesh,
+    contestants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    after: Callable[[str], object] = lambda name: None,
+) -> dict[str, float]:
+    """The median seconds of a step of every contestant; the one that begins changes from round to round.
+
+    A step lasts from the moment at which every rank stands ready until the last rank is done. The first round warms up.
+
+    Args:
+        mesh: all ranks.
+        contestants: one step of each; every rank gives the same names.
+        rounds: steps of each that count.
+        after: called after every step that counts, outside its time.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
+    for number in range(rounds + 1):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            mesh.world.barrier()
+            start = time.perf_counter()
+            contestants[name]()
+            mesh.world.barrier()
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+                after(name)
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def measured_costs(timelines: Iterable[Timeline], num_stages: int) -> Costs:
+    """The median durations of F and B of every stage over measured steps; messages cost nothing."""
+    durations: dict[tuple[int, Kind], list[float]] = {}
+    for timeline in timelines:
+        for _, action, start, end in timeline:
+            if action.kind.is_compute:
+                durations.setdefault((action.stage, action.kind), []).append(end - start)
+    forward, backward = ([median(durations[stage, kind]) for stage in range(num_stages)] for kind in (Kind.F, Kind.B))
+    return Costs(forward=forward, backward=backward)
