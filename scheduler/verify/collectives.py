@@ -37,9 +37,9 @@ def _not_reduced(subject: Subject) -> Iterator[Fault]:
 
 
 def _absent_from_tie(subject: Subject, tie: int, stages: tuple[int, ...], parts: Parts) -> Iterator[Fault]:
-    """Ranks that hold a copy and take no part, or take part and hold none; fills `parts`."""
+    """Stages that hold a copy and take no part, or take part and hold none; fills `parts`."""
     index = subject.index
-    holders: dict[int, int] = {int(index.owners[stage]): stage for stage in stages if stage < index.num_stages}
+    holders = [stage for stage in stages if 0 <= stage < index.num_stages]
     for stage in range(index.num_stages) if index.has(Kind.TIE) else ():
         position = int(index.table(Kind.TIE)[stage, tie])
         if position >= 0 and stage not in stages:
@@ -47,10 +47,10 @@ def _absent_from_tie(subject: Subject, tie: int, stages: tuple[int, ...], parts:
         elif position >= 0:
             owner = int(index.owners[stage])
             parts[owner] = max(position, parts.get(owner, -1))
-    trained = min(stages, default=0) >= index.trainable_from and len(holders) > 1
-    for rank, stage in holders.items():
-        if rank not in parts and (parts or trained):
-            text = f"rank {rank} holds a copy of tie {tie} (stage {stage}) and never takes part in its sum"
+    trained = min(stages, default=0) >= index.trainable_from and len({int(index.owners[stage]) for stage in holders}) > 1
+    for stage in holders if parts or trained else ():
+        if index.table(Kind.TIE)[stage, tie] < 0 if index.has(Kind.TIE) else True:
+            text = f"stage {stage} holds a copy of tie {tie} and never takes part in its sum"
             yield subject.missing("collective", Action(stage, Kind.TIE, tie), text)
 
 

@@ -99,7 +99,10 @@ def _reduced_too_early(subject: Subject) -> Iterator[Fault]:
     for kind in (Kind.REDUCE, Kind.TIE):
         for stage, number in where(index.table(kind) >= 0) if index.has(kind) else ():
             position = int(index.table(kind)[stage, number])
-            if position < last[stage]:
+            if stage < index.trainable_from:
+                message = f"stage {stage} has no gradients: the first stage that has is {index.trainable_from}"
+                yield subject.at("dependency", position, message)
+            elif position < last[stage]:
                 missed = index.action(int(last[stage]))
                 message = f"{index.action(position)} stands before {missed}, whose gradient it would miss"
                 yield subject.at("dependency", position, message)
