@@ -69,11 +69,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 def _is_program(line: int, words: str) -> bool:
     header = " ".join(words.split())
     if header not in (SCHEDULE_HEADER, PROGRAM_HEADER):
-        fail(
-            line,
-            f"{words[:40]!r} is no header",
-            f"begin with {SCHEDULE_HEADER!r} or {PROGRAM_HEADER!r}",
-        )
+        fail(line, f"{words[:40]!r} is no header", f"begin the file with {SCHEDULE_HEADER!r} or {PROGRAM_HEADER!r}")
     return header == PROGRAM_HEADER
 
 
@@ -206,9 +202,5 @@ def _build(contents: _Contents) -> Schedule | Program:
 def _in_order(rows: dict[int, Row], keyword: str, end: int) -> list[Row]:
     for rank in range(len(rows)):
         if rank not in rows:
-            fail(
-                end,
-                f"rows for {keyword} {sorted(rows)}, none for {keyword} {rank}",
-                "number the rows from 0 without gaps",
-            )
+            fail(end, f"{len(rows)} rows, but none for {keyword} {rank}", "number the ranks from 0 without gaps")
     return [rows[rank] for rank in range(len(rows))]
