@@ -65,7 +65,7 @@ class ParameterSpec:
     trainable: bool = True
     lookup: bool = False
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
@@ -98,12 +98,12 @@ class Block:
     backward: float | None = None
     activation_bytes: int | None = None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of all parameters."""
         return sum(p.numel for p in self.parameters)
 
-    @property
+    @cached_property
     def parameter_bytes(self) -> int:
         """Bytes of all parameters."""
         return sum(p.nbytes for p in self.parameters)

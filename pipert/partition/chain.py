@@ -147,25 +147,36 @@ def _spread(back: Backend, prefix: Array, near: Array, stages: int) -> list[int]
             price = (low + high) // 2
     cuts = back.blank(stages + 1)
     back.run(pick, values, cap, price, value, fewest, most, cuts)
-    return [int(c) for c in cuts]  # type: ignore[attr-defined]
+    return [int(cuts[s]) for s in range(stages + 1)]
 
 
 def _limits_by_stage(back: Backend, prefix: Array, reach: Reach) -> list[int]:
     """Both objectives where stages have limits of their own."""
     n, stages = reach.rows.shape[1], len(reach.which)
     rows, which, values = back.ints(reach.rows.ravel()), back.ints(reach.which), back.ints(prefix)
-    ends, cuts, near = back.blank((stages + 1) * (n + 1)), back.blank(stages + 1), back.blank(n)
-    low, high = max(int(np.diff(prefix).max()), ceil(int(prefix[-1]) / stages)), int(prefix[-1]) + 1
-    bound = high - 1
-    while low < high:
+    first, last, cuts = (back.blank(stages + 1) for _ in range(3))
+    ends, near = back.blank((stages + 1) * (n + 1)), back.blank(n)
+
+    def fits(bound: int) -> tuple[bool, int]:
         back.run(cost_reach, values, bound, near)
-        fits, found = back.run(layered_probe, values, near, rows, which, ends, cuts)
-        if not fits and high > prefix[-1]:
-            raise PartitionError(f"no cut into {stages} stages keeps the limits")
-        low, high = (low, int(found)) if fits else (bound + 1, high)
-        bound = (low + high) // 2
-    back.run(cost_reach, values, high, near)
+        answer: tuple[bool, int] = back.run(layered_probe, values, near, rows, which, ends, first, last, cuts)
+        return answer
+
+    heaviest, total = int(np.diff(prefix).max()), int(prefix[-1])
+    low = max(heaviest, ceil(total / stages))
+    good, high = fits(low + heaviest)
+    if not good:
+        good, high = fits(total)
+    if not good:
+        raise PartitionError(f"no cut into {stages} stages keeps the limits")
+    while low < high:
+        middle = (low + high) // 2
+        good, found = fits(middle)
+        low, high = (low, int(found)) if good else (middle + 1, high)
+    fits(high)
     fine = back.ints(coarse(prefix, np.asarray(near, dtype=np.int64), stages))
-    value, before, choice, stack = back.blank(n + 1), back.blank(n + 1), back.blank(stages * n), back.blank(512)
-    back.run(layered_spread, fine, near, rows, which, value, before, choice, stack, cuts)
-    return [int(c) for c in cuts]  # type: ignore[attr-defined]
+    sizes = np.asarray(last, dtype=np.int64) - np.asarray(first, dtype=np.int64) + 1
+    offset = back.ints(np.concatenate(([0], np.cumsum(sizes))))
+    choice, stack, value, before = (back.blank(length) for length in (int(sizes.sum()), 512, n + 1, n + 1))
+    back.run(layered_spread, fine, near, rows, which, first, last, offset, value, before, choice, stack, cuts)
+    return [int(cuts[s]) for s in range(stages + 1)]

@@ -27,6 +27,8 @@ DOWNSET_CAP = 1500
 
 def is_total_order(graph: ModelGraph) -> bool:
     """Whether every block feeds the next, so that there is one topological order and skip edges change nothing."""
+    if graph.is_chain:
+        return True
     pairs = {(e.source, e.target) for e in graph.edges}
     return all((a.name, b.name) in pairs for a, b in pairwise(graph.blocks))
 
@@ -133,10 +135,9 @@ def _within(graph: ModelGraph, members: Matrix, limit: StageLimit, memory: Memor
     allowed = size[None, :] - size[:, None] <= (limit.blocks or len(graph.blocks))
     if limit.memory is None:
         return allowed
-    own = np.array([memory.own(b) + limit.in_flight * (b.activation_bytes or 0) for b in graph.blocks], dtype=np.int64)
-    used = members @ own
+    used = members @ (memory.own + limit.in_flight * memory.kept)
     held = used[None, :] - used[:, None]
-    for group, nbytes in zip(graph.tied, memory.group_bytes, strict=True):
+    for group, nbytes in zip(graph.tied, memory.shared, strict=True):
         count = members[:, [graph.index[name] for name in group.blocks]].sum(axis=1)
         held += nbytes * (count[None, :] > count[:, None])
     return allowed & (held <= limit.memory)

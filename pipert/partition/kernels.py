@@ -70,7 +70,7 @@ def memory_reach(
     groups ``group[first[i]:first[i + 1]]``, of which group g takes ``size[g]`` bytes once per stage.
     """
     j = 0
-    used = 0
+    used = 0  # and every count is zero, here and at the end
     for i in range(len(own)):
         j = max(j, i)
         while j < len(own):
@@ -123,29 +123,55 @@ def probe(prefix: Ints, cap: Ints, stages: int, bound: int) -> tuple[bool, int]:
     return False, larger
 
 
-def layered_probe(prefix: Ints, near: Ints, rows: Ints, which: Ints, ends: Ints, cuts: Ints) -> tuple[bool, int]:
+def layered_probe(
+    prefix: Ints, near: Ints, rows: Ints, which: Ints, ends: Ints, first: Ints, last: Ints, cuts: Ints
+) -> tuple[bool, int]:
     """`probe` where every stage has a reach of its own (row ``which[s]`` of ``rows``) and none may be empty.
 
-    ``ends`` has room for stages + 1 times blocks + 1 marks: whether stages s.. can hold exactly the blocks i... .
+    Afterwards, where it fits, ``first[s] .. last[s]`` are the blocks that stage s may start with, as far as
+    ``ends[s * (blocks + 1) + i]`` is 1: stages s.. can hold exactly the blocks i.. .
     """
     n = len(prefix) - 1
     stages = len(which)
-    for i in range(n + 1):
-        ends[stages * (n + 1) + i] = 1 if i == n else 0
+    last[0] = 0
+    for s in range(stages):
+        last[s + 1] = min(near[last[s]], rows[which[s] * n + last[s]], n - (stages - s - 1))
+        if s + 1 < stages and last[s + 1] >= n:
+            last[s + 1] = n - 1
+    if last[stages] < n:
+        return False, 0
+    ends[stages * (n + 1) + n] = 1
+    first[stages] = n
     for s in range(stages - 1, -1, -1):
         here = s * (n + 1)
-        ends[here + n] = 0
-        after = n + 1
-        for i in range(n - 1, -1, -1):
-            if ends[here + n + 1 + i + 1]:
+        above = here + n + 1
+        bottom = first[s + 1]
+        top = last[s + 1]
+        i = min(last[s], top - 1)
+        after = max(i + 1, bottom)
+        while not ends[above + after]:
+            after += 1
+        first[s] = n + 1
+        last[s] = -1
+        while i >= 0:
+            if bottom <= i + 1 <= top and ends[above + i + 1]:
                 after = i + 1
-            ends[here + i] = 1 if after <= min(near[i], rows[which[s] * n + i]) else 0
-    if not ends[0]:
+            furthest = min(near[i], rows[which[s] * n + i])
+            if furthest < bottom:
+                break
+            ends[here + i] = 1 if after <= furthest else 0
+            if after <= furthest:
+                first[s] = i
+                last[s] = max(last[s], i)
+            i -= 1
+        if last[s] < 0:
+            return False, 0
+    if first[0] > 0:
         return False, 0
     heaviest = 0
     i = 0
     for s in range(stages):
-        j = min(near[i], rows[which[s] * n + i])
+        j = min(near[i], rows[which[s] * n + i], last[s + 1])
         while not ends[(s + 1) * (n + 1) + j]:
             j -= 1
         heaviest = max(heaviest, prefix[j] - prefix[i])
@@ -221,20 +247,30 @@ def pick(prefix: Ints, cap: Ints, price: int, value: Ints, fewest: Ints, most: I
 
 
 def layered_spread(
-    prefix: Ints, near: Ints, rows: Ints, which: Ints, value: Ints, before: Ints, choice: Ints, stack: Ints, cuts: Ints
+    prefix: Ints,
+    near: Ints,
+    rows: Ints,
+    which: Ints,
+    first: Ints,
+    last: Ints,
+    offset: Ints,
+    value: Ints,
+    before: Ints,
+    choice: Ints,
+    stack: Ints,
+    cuts: Ints,
 ) -> None:
     """Least sum of squared stage costs where every stage has a reach of its own and none may be empty.
 
     One layer per stage from the last to the first; within a layer the best cut moves one way (Monge), so the middle
-    block's best cut halves the search for the others. Of equal ones the longest stage wins.
+    block's best cut halves the search for the others. Of equal ones the longest stage wins. ``first`` and ``last`` are
+    from `layered_probe`; the choice of stage s starting with block i stands at ``offset[s] + i - first[s]``.
     """
     n = len(prefix) - 1
     stages = len(which)
-    for i in range(n + 1):
-        before[i] = 0 if i == n else INFINITE
+    before[n] = 0
     for s in range(stages - 1, -1, -1):
-        value[n] = INFINITE
-        stack[0], stack[1], stack[2], stack[3] = 0, n - 1, 1, n
+        stack[0], stack[1], stack[2], stack[3] = first[s], last[s], first[s + 1], last[s + 1]
         top = 4
         while top:
             top -= 4
@@ -251,14 +287,14 @@ def layered_spread(
                         best = total
                         at = j
             value[i] = best
-            choice[s * n + i] = at
+            choice[offset[s] + i - first[s]] = at
             stack[top], stack[top + 1], stack[top + 2], stack[top + 3] = low, i - 1, left, at if at >= 0 else right
             stack[top + 4], stack[top + 5] = i + 1, high
             stack[top + 6], stack[top + 7] = at if at >= 0 else left, right
             top += 8
-        for i in range(n + 1):
+        for i in range(first[s], last[s] + 1):
             before[i] = value[i]
     i = 0
     for s in range(stages):
-        i = choice[s * n + i]
+        i = choice[offset[s] + i - first[s]]
         cuts[s + 1] = i

@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from pipert.errors import PartitionError
-from pipert.graph.model_graph import Block, ModelGraph
-from pipert.partition.chain import Reach
+from pipert.graph.model_graph import ModelGraph
+from pipert.partition.chain import Array, Reach
 from pipert.partition.kernels import Backend, memory_reach
 
 
@@ -76,45 +76,44 @@ class Memory:
                 uses.setdefault(name, []).append(g)
         return uses
 
-    def own(self, block: Block) -> int:
-        """Bytes of a block's state that no other block shares."""
-        tied = sum(self.graph.tied[g].nbytes for g in self.groups.get(block.name, ()))
-        return round(self.state * (block.parameter_bytes - tied)) + block.buffer_bytes
+    @cached_property
+    def own(self) -> Array:
+        """Bytes of each block's state that no other block shares."""
+        tied = np.zeros(len(self.graph.blocks), dtype=np.int64)
+        for name, groups in self.groups.items():
+            tied[self.graph.index[name]] = sum(self.graph.tied[g].nbytes for g in groups)
+        whole = np.array([block.parameter_bytes for block in self.graph.blocks], dtype=np.int64)
+        buffers = np.array([block.buffer_bytes for block in self.graph.blocks], dtype=np.int64)
+        own: Array = np.rint(self.state * (whole - tied)).astype(np.int64) + buffers
+        return own
 
     @cached_property
-    def group_bytes(self) -> list[int]:
+    def shared(self) -> list[int]:
         """Bytes of state of each tied group."""
         return [round(self.state * group.nbytes) for group in self.graph.tied]
 
-    def of(self, names: Sequence[str], limit: StageLimit) -> int:
-        """Bytes that a stage of these blocks holds at its peak."""
-        blocks = [self.graph.blocks[self.graph.index[name]] for name in names]
-        shared = {g for name in names for g in self.groups.get(name, ())}
-        sizes = self.group_bytes
-        kept = limit.in_flight * sum(b.activation_bytes or 0 for b in blocks)
-        return sum(map(self.own, blocks)) + sum(sizes[g] for g in shared) + kept
+    @cached_property
+    def kept(self) -> Array:
+        """Bytes that each block keeps for the backward of one micro-batch."""
+        return np.array([block.activation_bytes or 0 for block in self.graph.blocks], dtype=np.int64)
 
     def reach(self, order: Sequence[str], limits: Sequence[StageLimit]) -> Reach:
         """How far stages get under these limits when blocks stand in this order."""
         kinds = list(dict.fromkeys(limits))
-        blocks = [self.graph.blocks[self.graph.index[name]] for name in order]
-        n = len(blocks)
+        places = [self.graph.index[name] for name in order]
+        n = len(places)
         rows = np.full((len(kinds), n), n, dtype=np.int64)
+        back = Backend(8 * n * len(kinds))
+        used = [self.groups.get(name, []) for name in order]
+        first = back.ints(np.cumsum([0, *map(len, used)]))
+        group = back.ints([g for groups in used for g in groups] or [0])
+        own, kept, size = back.ints(self.own[places]), back.ints(self.kept[places]), back.ints(self.shared or [0])
+        count, reach = back.blank(len(size)), back.blank(n)
         for r, kind in enumerate(kinds):
             if kind.memory is not None:
-                rows[r] = self._row(blocks, kind)
+                back.run(memory_reach, own, kept, first, group, size, kind.in_flight, kind.memory, count, reach)
+                rows[r] = np.asarray(reach)
             if kind.blocks is not None:
                 rows[r] = np.minimum(rows[r], np.arange(n) + kind.blocks)
-        return Reach(rows, tuple(kinds.index(limit) for limit in limits))
-
-    def _row(self, blocks: Sequence[Block], limit: StageLimit) -> list[int]:
-        back = Backend(len(blocks))
-        own, kept = [self.own(b) for b in blocks], [b.activation_bytes or 0 for b in blocks]
-        used = [self.groups.get(b.name, []) for b in blocks]
-        first = np.concatenate(([0], np.cumsum([len(groups) for groups in used])))
-        sizes = self.group_bytes
-        flat = [g for groups in used for g in groups]
-        reach, count = back.blank(len(blocks)), back.blank(max(1, len(sizes)))
-        lists = [back.ints(values) for values in (own, kept, first, flat or [0], sizes or [0])]
-        back.run(memory_reach, *lists, limit.in_flight, limit.memory, count, reach)
-        return [reach[i] for i in range(len(blocks))]
+        row = {kind: r for r, kind in enumerate(kinds)}
+        return Reach(rows, tuple(row[limit] for limit in limits))

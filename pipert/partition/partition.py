@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from pipert.errors import PartitionError
 from pipert.graph.model_graph import INPUT, OUTPUT, ModelGraph
+from pipert.partition.chain import Array
 from pipert.partition.limits import Memory, StageLimit
 
 
@@ -173,36 +178,52 @@ def describe(
 
     Args:
         graph: the model, with costs.
-        assignment: names of the blocks of each stage.
+        assignment: names of the blocks of each stage, none empty.
         limits: one per stage.
         memory: how bytes add up.
         method: how the assignment was found.
     """
-    stages = tuple(_stage(graph, tuple(names), limit, memory) for names, limit in zip(assignment, limits, strict=True))
-    return Partition(stages, _skips(graph, assignment), method, graph.costs)
+    places = np.array([graph.index[name] for names in assignment for name in names])
+    starts = np.cumsum([0, *(len(names) for names in assignment[:-1])])
 
+    def per_stage(values: Sequence[float] | Array, kind: type) -> list[Any]:
+        sums: list[Any] = np.add.reduceat(np.asarray(values, dtype=kind)[places], starts).tolist()
+        return sums
 
-def _stage(graph: ModelGraph, names: tuple[str, ...], limit: StageLimit, memory: Memory) -> Stage:
-    blocks = [graph.blocks[graph.index[name]] for name in names]
-    used = [g for name in names for g in memory.groups.get(name, ())]
-    again = [graph.tied[g] for g in set(used) for _ in range(used.count(g) - 1)]
-    kept = [b.activation_bytes for b in blocks]
-    activations = None if None in kept else sum(k for k in kept if k is not None)
-    return Stage(
-        blocks=names,
-        numel=sum(b.numel for b in blocks) - sum(group.numel for group in again),
-        forward=sum(b.forward or 0.0 for b in blocks),
-        backward=sum(b.backward or 0.0 for b in blocks),
-        parameter_bytes=sum(b.parameter_bytes for b in blocks) - sum(group.nbytes for group in again),
-        activation_bytes=activations,
-        in_flight=limit.in_flight,
-        memory=None if activations is None else memory.of(names, limit),
-        limit=limit.memory,
+    blocks = graph.blocks
+    numel, nbytes = per_stage([b.numel for b in blocks], int), per_stage([b.parameter_bytes for b in blocks], int)
+    forward, backward = (
+        per_stage(t, float) for t in ([b.forward or 0.0 for b in blocks], [b.backward or 0.0 for b in blocks])
     )
+    unknown = per_stage([b.activation_bytes is None for b in blocks], int)
+    own, kept = per_stage(memory.own, int), per_stage(memory.kept, int)
+    stage_of = {name: s for s, names in enumerate(assignment) for name in names} if graph.tied else {}
+    for group, shared in zip(graph.tied, memory.shared, strict=True):
+        for s, uses in Counter(stage_of[name] for name in group.blocks).items():
+            numel[s] -= (uses - 1) * group.numel
+            nbytes[s] -= (uses - 1) * group.nbytes
+            own[s] += shared
+    stages = tuple(
+        Stage(
+            blocks=tuple(names),
+            numel=numel[s],
+            forward=forward[s],
+            backward=backward[s],
+            parameter_bytes=nbytes[s],
+            activation_bytes=None if unknown[s] else kept[s],
+            in_flight=limit.in_flight,
+            memory=None if unknown[s] else own[s] + limit.in_flight * kept[s],
+            limit=limit.memory,
+        )
+        for s, (names, limit) in enumerate(zip(assignment, limits, strict=True))
+    )
+    return Partition(stages, _skips(graph, assignment), method, graph.costs)
 
 
 def _skips(graph: ModelGraph, assignment: Sequence[Sequence[str]]) -> tuple[Skip, ...]:
     """Edges between blocks that are not neighbours in the order, and run from one stage to another."""
+    if graph.is_chain:
+        return ()
     place = {name: i for i, name in enumerate(name for names in assignment for name in names)}
     stage = {name: s for s, names in enumerate(assignment) for name in names}
     stage.update({INPUT: 0, OUTPUT: len(assignment) - 1})

@@ -125,23 +125,24 @@ def _explain(error: PartitionError, graph: ModelGraph, limits: Sequence[StageLim
     """Add what stands in the way most plainly: a block that fits nowhere, or the sums."""
     if all(limit.memory is None and limit.blocks is None for limit in limits):
         return error
-    flights = ", ".join(str(limit.in_flight) for limit in limits)
     room = [limit.memory for limit in limits if limit.memory is not None]
+    flights = sorted({limit.in_flight for limit in limits})
     if len(room) == len(limits):
-        state = np.array([[memory.of([block.name], StageLimit(in_flight=0))] for block in graph.blocks])
-        kept = np.array([[block.activation_bytes or 0] for block in graph.blocks])
-        over = state + kept * np.array([limit.in_flight for limit in limits]) - np.array(room)
+        tied = [sum(memory.shared[g] for g in memory.groups.get(block.name, ())) for block in graph.blocks]
+        takes = (memory.own + np.array(tied))[:, None] + memory.kept[:, None] * [limit.in_flight for limit in limits]
+        over = takes - np.array(room)
         worst = int(over.min(axis=1).argmax())
         stage = int(over[worst].argmin())
         if over[worst, stage] > 0:
             return PartitionError(
-                f"{error}: block {graph.blocks[worst].name} alone takes {over[worst, stage] + room[stage]:,} bytes "
-                f"with {limits[stage].in_flight} micro-batches in flight, more than any stage may hold (stage {stage}: "
+                f"{error}: block {graph.blocks[worst].name} alone takes {takes[worst, stage]:,} bytes with "
+                f"{limits[stage].in_flight} micro-batches in flight, more than any stage may hold (stage {stage}: "
                 f"{room[stage]:,}); raise the limit, recompute activations, or use fewer micro-batches in flight"
             )
-    least = sum(memory.own(b) for b in graph.blocks) + sum(memory.group_bytes)
+    least = int(memory.own.sum()) + sum(memory.shared)
     total = f"{sum(room):,} bytes together" if len(room) == len(limits) else "any number of bytes in some stages"
+    span = f"{flights[0]} to {flights[-1]}" if len(flights) > 1 else f"{flights[0]}"
     return PartitionError(
         f"{error}: parameters and their state alone take {least:,} bytes, the stages may hold {total}, activations "
-        f"come on top ({flights} micro-batches in flight); use more stages, raise the limits, or recompute activations"
+        f"come on top ({span} micro-batches in flight); use more stages, raise the limits, or recompute activations"
     )
