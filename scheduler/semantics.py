@@ -45,6 +45,12 @@ class Semantics:
     channel: Channel = "message"
     grouped: bool = False
 
+    def describe(self) -> str:
+        """The rules in a few words, without the name."""
+        sends = f"{'blocking ' if self.blocking else ''}{'buffered' if self.buffered else 'rendezvous'} sends"
+        queue = "no queues" if self.channel == "message" else f"one queue per {self.channel}"
+        return f"{sends}, matched by {self.matching}, {queue}{', groups' if self.grouped else ''}"
+
 
 #: Non-blocking MPI: tags, no queues, and no reliance on eager sends (they stop at a few KiB).
 MPI = Semantics("mpi")
