@@ -47,9 +47,9 @@ def _absent_from_tie(subject: Subject, tie: int, stages: tuple[int, ...], parts:
         elif position >= 0:
             owner = int(index.owners[stage])
             parts[owner] = max(position, parts.get(owner, -1))
-    trained = min(stages, default=0) >= index.trainable_from and len({int(index.owners[stage]) for stage in holders}) > 1
-    for stage in holders if parts or trained else ():
-        if index.table(Kind.TIE)[stage, tie] < 0 if index.has(Kind.TIE) else True:
+    needed = min(stages, default=0) >= index.trainable_from and len({*index.owners[holders].tolist()}) > 1
+    for stage in holders if parts or needed else ():
+        if not index.has(Kind.TIE) or index.table(Kind.TIE)[stage, tie] < 0:
             text = f"stage {stage} holds a copy of tie {tie} and never takes part in its sum"
             yield subject.missing("collective", Action(stage, Kind.TIE, tie), text)
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from pipert.scheduler.action import Kind
 from pipert.scheduler.play import run_program, run_schedule
-from pipert.scheduler.semantics import Semantics
 from pipert.scheduler.verify.fault import Fault
 from pipert.scheduler.verify.rule import Rule, Subject, count
 from pipert.scheduler.waits import Deadlock, program_deadlock, schedule_deadlock
@@ -51,14 +50,6 @@ def _deadlock(subject: Subject) -> Deadlock | None:
     return None if run.finished else program_deadlock(wiring, run)
 
 
-def _transport(semantics: Semantics) -> str:
-    """The rules of a transport in words."""
-    sends = "buffered" if semantics.buffered else "rendezvous"
-    holding = "blocking " if semantics.blocking else ""
-    queue = "no queues" if semantics.channel == "message" else f"one queue per {semantics.channel}"
-    return f"{semantics.name}: {holding}{sends} sends, matched by {semantics.matching}, {queue}"
-
-
 def _describe_swap(subject: Subject) -> str:
     program = subject.program
     if program is None or program.semantics.matching == "tag":
@@ -71,7 +62,7 @@ def _describe_deadlock(subject: Subject) -> str:
     if program is None:
         return "no cyclic wait between ranks"
     grouped = sum(map(len, program.groups))
-    return f"every action happens under {_transport(program.semantics)}" + (
+    return f"every action happens under {program.semantics.name}: {program.semantics.describe()}" + (
         f", {count(grouped, 'group')}" if grouped else ""
     )
 
