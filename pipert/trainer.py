@@ -34,6 +34,7 @@ from pipert.report.metrics import Value
 from pipert.report.peak import measured_peak
 from pipert.report.pictures import save_pictures
 from pipert.report.summary import Summary
+from pipert.scheduler.draw.text import text
 from pipert.scheduler.program import Program
 from pipert.scheduler.simulate import simulate
 from pipert.scheduler.timeline import Timeline
@@ -211,10 +212,10 @@ class Trainer:
     def _finish(self, summary: Summary, folder: Path, log: RunLog) -> Summary:
         if not log.lead:
             return summary
-        named = [("measured", typical(self._timelines)), ("predicted", self._predicted())]
-        summary = replace(summary, files=(log.path, *save_pictures(named, folder)))
+        measured, predicted = typical(self._timelines).named("measured"), self._predicted().named("predicted")
+        summary = replace(summary, files=(log.path, *save_pictures(measured, predicted, folder=folder)))
         numbers = {name: value for name, value in asdict(summary).items() if name != "files"}
-        log.event("end", numbers, str(summary))
+        log.event("end", numbers, f"{text(measured)}\n{summary}")
         return summary
 
 
