@@ -46,21 +46,21 @@ def partition_graph(
             f"{n} blocks on {stages} stages: every stage needs a block; use ranks x chunks of 1 to {n}"
         )
     bounds, memory = per_stage(limits, stages), Memory(graph, state)
-    _check_known(graph, bounds)
+    costs = _known_costs(graph, bounds)
     if cuts is not None:
         assignment, method = _by_hand(graph, stages, cuts), "cuts given"
     else:
-        assignment, method = _solve(graph, stages, bounds, memory, downset_cap)
+        assignment, method = _solve(graph, costs, bounds, memory, downset_cap)
     result = describe(graph, assignment, bounds, memory, method)
     _check_kept(result, bounds)
     return result
 
 
 def _solve(
-    graph: ModelGraph, stages: int, limits: tuple[StageLimit, ...], memory: Memory, cap: int
+    graph: ModelGraph, costs: list[float], limits: tuple[StageLimit, ...], memory: Memory, cap: int
 ) -> tuple[list[list[str]], str]:
     names = [block.name for block in graph.blocks]
-    costs = [(block.forward or 0.0) + (block.backward or 0.0) for block in graph.blocks]
+    stages = len(limits)
     try:
         if not is_total_order(graph):
             return dag_cuts(graph, costs, stages, limits, memory, cap)
@@ -97,15 +97,18 @@ def _by_hand(graph: ModelGraph, stages: int, cuts: Sequence[int] | Sequence[str]
     return [names[a:b] for a, b in pairwise([0, *ends])]
 
 
-def _check_known(graph: ModelGraph, limits: Sequence[StageLimit]) -> None:
-    unknown = [block.name for block in graph.blocks if block.cost is None]
-    if unknown:
-        raise PartitionError(f"block {unknown[0]} has no cost; profile the graph on an example, or estimate it")
-    bare = [block.name for block in graph.blocks if block.activation_bytes is None]
-    if bare and any(limit.memory is not None for limit in limits):
-        raise PartitionError(
-            f"memory limits, but block {bare[0]} has no activation bytes; profile the graph on an example"
-        )
+def _known_costs(graph: ModelGraph, limits: Sequence[StageLimit]) -> list[float]:
+    """Costs of all blocks; refuses a graph without what the limits need."""
+    costs = [block.cost for block in graph.blocks]
+    if None in costs:
+        name = graph.blocks[costs.index(None)].name
+        raise PartitionError(f"block {name} has no cost; profile the graph on an example, or estimate it")
+    if any(limit.memory is not None for limit in limits):
+        kept = [block.activation_bytes for block in graph.blocks]
+        if None in kept:
+            name = graph.blocks[kept.index(None)].name
+            raise PartitionError(f"memory limits, but block {name} has no activation bytes; profile it on an example")
+    return [cost for cost in costs if cost is not None]
 
 
 def _check_kept(result: Partition, limits: Sequence[StageLimit]) -> None:
