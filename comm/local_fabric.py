@@ -32,7 +32,8 @@ class Failure:
             return type(self.error)(*self.error.args)
         if self.rank == rank:
             return self.error
-        aborted = JobAborted(f"rank {self.rank} failed first: {type(self.error).__name__}: {self.error}")
+        notes = "".join(f"\n  {note}" for note in getattr(self.error, "__notes__", ()))
+        aborted = JobAborted(f"rank {self.rank} failed first: {type(self.error).__name__}: {self.error}{notes}")
         aborted.__cause__ = self.error
         return aborted
 
@@ -66,6 +67,7 @@ class Fabric:
         self._threads: list[int | None] = [None] * size
         self._blocked = 0
         self._live = size
+        self._alarm: float | None = None
         self._started = [0] * size
         self._kills = dict(faults.kill)
 
@@ -196,6 +198,10 @@ class Fabric:
             step()
         except MessageError as error:
             self._fail(error, None)
+        alarm, self._alarm = self._alarm, self._matching.next_due()
+        if self._alarm is not None and (alarm is None or self._alarm < alarm):
+            for condition in self._wake:  # whoever sleeps must not sleep past the new first delivery
+                condition.notify()
 
     def _on_done(self, operation: Operation) -> None:
         wait = self._waits[operation.rank]
@@ -224,6 +230,7 @@ class Fabric:
             times = [moment for moment in (limit, self._matching.next_due()) if moment is not None]
             self._wake[operation.rank].wait(max(0.0, min(times) - time.monotonic()) if times else None)
             self._step(self._matching.deliver_due)
+            self._settle()
             if limit is not None and time.monotonic() >= limit and not operation.done and self.failure is None:
                 text = f"rank {operation.rank} has waited {self._deadline:g} s, its deadline" + self._describe()
                 self._fail(HangError(text), None)

@@ -132,7 +132,7 @@ def small_programs(draw: st.DrawFn) -> list[list[Step]]:
     st.booleans(),
     st.sampled_from(["tag", "order"]),
     st.sampled_from(["message", "pair", "direction", "rank"]),
-    st.none() | st.from_type(Faults),
+    st.none() | st.from_type(Faults) | st.builds(Faults, st.integers(0, 99), st.just(1e-3), st.just("real")),
 )
 def test_a_deadlock_is_raised_exactly_where_brute_force_reaches_one(
     programs, buffered, blocking, matching, channel, faults
@@ -151,10 +151,10 @@ def test_a_deadlock_is_raised_exactly_where_brute_force_reaches_one(
 
     rules = {"buffered": buffered, "blocking": blocking, "matching": matching, "channel": channel}
     if finishes:
-        run_ranks(len(programs), fn, faults=faults, leftovers="ignore", deadline=None, **rules)
+        run_ranks(len(programs), fn, faults=faults, leftovers="ignore", deadline=5.0, **rules)
     else:
         with pytest.raises(HangError, match="deadlock"):
-            run_ranks(len(programs), fn, faults=faults, deadline=None, **rules)
+            run_ranks(len(programs), fn, faults=faults, deadline=5.0, **rules)
 
 
 def test_a_deadlock_report_names_what_every_rank_waits_for_in_the_words_it_was_given() -> None:
@@ -211,3 +211,27 @@ def test_a_rank_that_computes_past_the_deadline_is_named_with_the_line_it_runs()
     assert lines[0] == "rank 0 has waited 0.2 s, its deadline"
     assert lines[1] == "  rank 0 waits in 0RECV_B4: receive from rank 1, tag 0"
     assert lines[2].startswith("  rank 1 does not wait: it runs 1F4, test_local_deadlock.py:")
+
+
+def test_a_deadlock_is_proved_after_the_last_delivery_in_real_time_even_when_nobody_waits_for_that() -> None:
+    def fn(transport: LocalTransport) -> None:
+        other = 1 - transport.rank
+        transport.isend(torch.zeros(1), other, 0)
+        transport.irecv(torch.zeros(1), other, 0)
+        transport.wait(transport.irecv(torch.zeros(1), other, 1))
+
+    with pytest.raises(HangError, match="deadlock"):
+        run_ranks(2, fn, faults=Faults(delay=0.1, clock="real"), deadline=5.0)
+
+
+def test_a_sleeping_rank_wakes_for_a_delivery_that_is_planned_after_it_fell_asleep() -> None:
+    def fn(transport: LocalTransport) -> None:
+        if transport.rank == 0:
+            time.sleep(0.05)
+            transport.isend(torch.zeros(1), 1, 0)  # buffered: nobody else stays awake for it
+        else:
+            transport.wait(transport.irecv(torch.zeros(1), 0, 0))
+
+    start = time.monotonic()
+    run_ranks(2, fn, buffered=True, faults=Faults(delay=0.05, clock="real"), deadline=5.0)
+    assert time.monotonic() - start < 2.0
