@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -12,13 +13,14 @@ from torch import fx, nn
 def alike(modules: Mapping[str, nn.Module]) -> dict[str, object]:
     """A key for each module; modules with equal keys differ in nothing that matters for cost.
 
-    Equal are: classes, the text that ``repr`` shows of the modules, shapes, dtypes and trainability of parameters and
-    buffers, which of them are one tensor, and the plain numbers among all attributes. A whole number that takes another
-    value in every block of a kind is the block's index and does not count; a window size that alternates does.
+    Equal are: classes, the text that ``repr`` shows of the modules (the block's own path in it apart), shapes, dtypes
+    and trainability of parameters and buffers, which of them are one tensor, and the plain numbers among all
+    attributes. A whole number that takes another value in every block of a kind is the block's index and does not
+    count; a window size that alternates does.
     """
     groups: dict[object, list[str]] = defaultdict(list)
     for name, module in modules.items():
-        groups[_build(module)].append(name)
+        groups[_build(name, module)].append(name)
     keys: dict[str, object] = {}
     for build, names in groups.items():
         numbers = {name: _numbers(modules[name]) for name in names}
@@ -28,7 +30,7 @@ def alike(modules: Mapping[str, nn.Module]) -> dict[str, object]:
     return keys
 
 
-def _build(module: nn.Module) -> object:
+def _build(name: str, module: nn.Module) -> object:
     inner = module
     code: object = None
     if isinstance(module, fx.GraphModule):
@@ -39,7 +41,8 @@ def _build(module: nn.Module) -> object:
         (first.setdefault(id(t), i), tuple(t.shape), t.dtype, t.requires_grad) for i, (_, t) in enumerate(tensors)
     )
     classes = tuple(type(m) for m in inner.modules())
-    return classes, repr(inner), shapes, code
+    text = re.sub(rf"(?<![\w.]){re.escape(name)}\.", "", repr(inner))
+    return classes, text, shapes, code
 
 
 def _called(module: fx.GraphModule) -> list[nn.Module]:

@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 from pipert.errors import GraphError
+from pipert.gpt_config import GPTConfig
 from pipert.graph import BlockCost, profile, trace
+from pipert.layers.materialise import materialise
+from pipert.models.gpt import GPT
 from tests.graph.models import Layer, Shared, Skipping, Towers, nested, nested_input
 
 
@@ -204,3 +207,13 @@ def test_a_block_that_cannot_be_copied_is_refused_with_its_name() -> None:
         GraphError, match=r"block 0 \(Stuck\) cannot be copied to be measured: no copies of me; use estimate"
     ):
         profile(trace(nn.Sequential(Stuck(2, 2))), torch.randn(1, 2))
+
+
+def test_a_layers_own_name_in_its_text_does_not_make_blocks_differ() -> None:
+    model = GPT(GPTConfig(layers=4, hidden=16, heads=2, sequence=8, vocabulary=11, dropout=0.1))
+
+    def fill(module: nn.Module, prefix: str) -> None:
+        materialise(module, prefix, "cpu", None, 0)
+
+    graph = profile(trace(model), torch.randint(0, 11, (2, 8)), materialise=fill)
+    assert len({b.forward for b in graph.blocks if b.name.startswith("blocks.")}) == 1
