@@ -46,6 +46,7 @@ def save_png(*timelines: Timeline, path: Path) -> None:
     panels = figure.subplots(len(lanes), sharex=True, squeeze=False, gridspec_kw={"height_ratios": lanes})[:, 0]
     for panel, timeline in zip(panels, timelines, strict=True):
         _draw(panel, timeline.from_zero())
+    panels[-1].set_xlim(left=0.0)
     panels[-1].set_xlabel("milliseconds")
     figure.savefig(path, dpi=130)
 
