@@ -251,3 +251,12 @@ class Board:
             if not self._memory.closed:
                 self._memory.close()
                 os.close(self._descriptor)
+
+
+def mpi_segments(pid: int) -> list[Path]:
+    """The shared-memory files that MPICH made for a process; it removes them in ``MPI_Finalize`` only."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return []
+    return sorted({Path(name) for line in lines if (name := line.split()[-1]).startswith("/dev/shm/mpich_shm_")})

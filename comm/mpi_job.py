@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pipert.comm.board import Board, Cause, Kind, State
-from pipert.comm.errors import HangError, JobAborted, TransportError
+from pipert.comm.board import Board, Cause, Kind, State, mpi_segments
+from pipert.comm.errors import HangError, JobAborted, OptionError
 from pipert.comm.mpi_nodes import Node, join_board
 from pipert.comm.mpi_start import check_size, finalize_mpi, start_mpi
 from pipert.comm.reports import chain, exception_text, farewell, first_words, in_from, stack_text
@@ -92,9 +90,6 @@ class Job:
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_exception
         atexit.register(self._on_exit)
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-            # Hydra sends it to the survivors when a rank has died; they end by themselves, and print why.
-            signal.signal(signal.SIGUSR1, lambda number, frame: None)
         self.watchdog.start()
 
     # ---- while all is well ------------------------------------------------------------------------------------------
@@ -205,7 +200,8 @@ class Job:
             killer = threading.Thread(target=self.mpi.COMM_WORLD.Abort, args=(code,), daemon=True)
             killer.start()
             killer.join(5.0)
-        _remove_segments()
+        for segment in mpi_segments(self._pid):  # MPI_Finalize would have; every rank has them mapped by now
+            segment.unlink(missing_ok=True)
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
@@ -249,15 +245,6 @@ class Job:
             self.board.claim(Cause(self.rank, Kind.HANG, f"{text} (PIPERT_EXIT_DEADLINE)", time.time()))
 
 
-def _remove_segments() -> None:
-    """Unlink the shared memory that MPICH would have removed in ``MPI_Finalize``; every rank has it mapped by now."""
-    with suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            name = line.rpartition(" ")[2]
-            if name.startswith("/dev/shm/mpich_shm_"):
-                Path(name).unlink(missing_ok=True)
-
-
 def _pack(cause: Cause) -> bytes:
     head = f"{cause.rank} {int(cause.kind)} {cause.when}\n"
     return (head + cause.text).encode()[: _NOTE - 1] + b"\0"
@@ -273,7 +260,7 @@ def seconds_from_environment(name: str, default: float) -> float:
     """Read a positive number of seconds.
 
     Raises:
-        TransportError: it is not one.
+        OptionError: it is not one.
     """
     text = os.environ.get(name, "")
     try:
@@ -281,7 +268,7 @@ def seconds_from_environment(name: str, default: float) -> float:
     except ValueError:
         value = 0.0
     if not value > 0:
-        raise TransportError(f"{name} = {text!r} is not a time; give a positive number of seconds")
+        raise OptionError(f"{name} = {text!r} is not a time; give a positive number of seconds")
     return value
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipert.comm.buffers import check_dense, check_peer, check_tag
-from pipert.comm.errors import CommError, MessageError
+from pipert.comm.errors import CommError, MessageError, TransportError
 from pipert.comm.transport import Request
 
 #: Starts a message: tensor, peer, tag.
@@ -74,11 +74,13 @@ def starter(mpi: Any, start: Callable[..., Any], limits: Limits, what: str) -> t
         what: ``"dest"`` or ``"source"``, for error messages.
 
     Returns:
-        The starter, which raises `MessageError` before anything is sent, and a function that tells its count.
+        The starter, which raises `MessageError` before anything is sent and `TransportError` when MPI fails, and a
+        function that tells its count.
     """
     from_address, byte, new, lazy = mpi.buffer.fromaddress, mpi.BYTE, MpiRequest, _LAZY.get
     size, tag_bound = limits
     accelerated = torch.version.cuda is not None or torch.version.hip is not None
+    mpi_error: type[Exception] = mpi.Exception
     messages = total = 0
 
     def begin(tensor: torch.Tensor, peer: int, tag: int) -> Request:
@@ -93,7 +95,10 @@ def starter(mpi: Any, start: Callable[..., Any], limits: Limits, what: str) -> t
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise refusal(tensor, peer, tag, limits, what) from error
         request = new()
-        request.test = start(message, peer, tag).Test
+        try:
+            request.test = start(message, peer, tag).Test
+        except mpi_error as error:
+            raise TransportError(f"MPI cannot start a message, {what} = {peer}, tag = {tag}: {error}") from error
         request.tensor = tensor
         request.peer = peer
         messages += 1
