@@ -14,7 +14,6 @@ from typing import Annotated, TypeVar
 import typer
 
 from pipert.scheduler.costs import Costs
-from pipert.scheduler.draw.svg import svg
 from pipert.scheduler.draw.text import text
 from pipert.scheduler.errors import LayoutError, UnsafeProgramError
 from pipert.scheduler.formats.text import dumps, load
@@ -170,6 +169,8 @@ def _figures(timeline: Timeline) -> str:
 
 
 def _save(timeline: Timeline, path: Path) -> None:
+    from pipert.scheduler.draw.svg import svg
+
     try:
         path.write_text(svg(timeline), encoding="utf-8")
     except OSError as error:

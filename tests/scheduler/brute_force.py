@@ -102,20 +102,25 @@ def _check_work(program: Program) -> None:
 
 
 def _check_ties(program: Program) -> None:
-    """Every rank with a copy takes part in each tie, and no two ranks sum two ties in different orders."""
-    owners, parts = program.placement.owners, defaultdict(dict)
-    for rank, row in enumerate(program.rows):
-        for place, action in enumerate(row):
-            if action.kind is Kind.TIE:
-                if action.stage not in program.ties[action.microbatch]:
-                    raise Failure(f"rank {rank}: {action} of a stage without a copy")
-                parts[action.microbatch][rank] = place
+    """Every copy of a tied weight takes part, and any two ranks do what they share in the same order."""
+    owners = program.placement.owners
+    parts: dict[int, dict[int, int]] = {tie: {} for tie in range(len(program.ties))}  # each rank's last part in a tie
+    reduced_before: dict[int, set[bool]] = defaultdict(set)
     for tie, stages in enumerate(program.ties):
-        holders = {owners[stage] for stage in stages}
-        needed = len(holders) > 1 and min(stages) >= program.trainable_from
-        if parts[tie].keys() != holders and (needed or parts[tie]):
-            raise Failure(f"ranks {set(parts[tie])} sum tie {tie}, ranks {holders} have copies")
-    for one, other in combinations(range(len(program.ties)), 2):
+        for rank, row in enumerate(program.rows):
+            taken = [(place, action.stage) for place, action in enumerate(row) if action[1:] == (Kind.TIE, tie)]
+            if not {stage for _, stage in taken} <= set(stages):
+                raise Failure(f"rank {rank} takes part in tie {tie} for a stage without a copy")
+            if taken:
+                parts[tie][rank], stage = taken[-1]
+                reduced_before[tie].add(Action(stage, Kind.REDUCE) in row[: taken[-1][0]])
+        present = {action.stage for row in program.rows for action in row if action[1:] == (Kind.TIE, tie)}
+        needed = len({owners[stage] for stage in stages}) > 1 and min(stages) >= program.trainable_from
+        if present != set(stages) and (needed or present):
+            raise Failure(f"stages {present} sum tie {tie}, stages {stages} have copies")
+        if len(reduced_before[tie]) > 1:
+            raise Failure(f"tie {tie} mixes gradients before and after their reduction")
+    for one, other in combinations(parts, 2):
         shared = parts[one].keys() & parts[other].keys()
         if len({parts[one][rank] < parts[other][rank] for rank in shared}) > 1:
             raise Failure(f"ties {one} and {other} in different orders")
@@ -280,7 +285,7 @@ class _Run:
             sizes = own.get(Action(stage, Kind.RECV_META, microbatch))
             return sizes is None or sizes.complete
         if kind in COLLECTIVES:
-            for each in range(self.program.microbatches):
+            for each in range(self.program.microbatches) if stage >= self.program.trainable_from else ():
                 self.require(operation.action, ("weight", stage, each))
             same = [one for one in own.values() if one.action.stage == stage and one.action.kind in COLLECTIVES]
             return all(one.complete for one in same if one.place < operation.place)

@@ -1,0 +1,259 @@
+"""`pipert schedule`: what it prints, its exit codes, and that it starts quickly without torch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipert.cli import main
+from pipert.scheduler.formats.text import dumps, loads
+from pipert.scheduler.generators.registry import GENERATORS, generate
+from pipert.scheduler.lower import lower
+from pipert.scheduler.semantics import MPI, NAMED, NCCL_PAIR
+
+DEADLOCK = """\
+pipert-program 1
+name both-send-first
+microbatches 1
+placement 0 1 0
+transport mpi-synchronous
+rank 0: 0F0 0SEND_F0 2RECV_F0 2F0 2B0 2SEND_B0 0RECV_B0 0B0
+rank 1: 1RECV_F0 1F0 1SEND_F0 1RECV_B0 1B0 1SEND_B0
+"""
+
+
+class Outcome:
+    """Exit code and output of one call."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def pipert_schedule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Call `pipert schedule words` in this process."""
+
+    def call(*words: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["pipert", "schedule", *map(str, words)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return Outcome(int(stop.value.code or 0), *capsys.readouterr())
+
+    return call
+
+
+# ---- list and show ----
+
+
+def test_list_names_every_schedule_and_transport(pipert_schedule) -> None:
+    done = pipert_schedule("list")
+    assert done.code == 0
+    assert all(re.search(rf"^  {name} ", done.out, re.MULTILINE) for name in [*GENERATORS, *NAMED])
+
+
+def test_show_prints_the_order_of_every_rank(pipert_schedule) -> None:
+    done = pipert_schedule("show", "1f1b", "--ranks", 2, "--microbatches", 2)
+    assert done.code == 0
+    assert done.out == "rank 0 │0F0 0F1 0B0 0B1\nrank 1 │1F0 1B0 1F1 1B1\n"
+
+
+def test_show_with_a_transport_prints_the_messages_too(pipert_schedule) -> None:
+    done = pipert_schedule("show", "gpipe", "--ranks", 2, "--microbatches", 1, "--transport", "nccl-pair")
+    words = " ".join(done.out.split())
+    assert words == "rank 0 │0F0 0SEND_F0 0RECV_B0 0B0 rank 1 │1RECV_F0 1F0 1B0 1SEND_B0"
+
+
+def test_show_as_text_can_be_saved_edited_and_read_again(pipert_schedule, tmp_path: Path) -> None:
+    text = pipert_schedule("show", "interleaved", "--ranks", 2, "--chunks", 2, "--text").out
+    assert loads(text) == generate("interleaved", 2, 8, 2)
+    (tmp_path / "mine.txt").write_text(text)
+    assert pipert_schedule("show", tmp_path / "mine.txt", "--text").out == text
+    lowered = pipert_schedule("show", tmp_path / "mine.txt", "--transport", "mpi", "--text").out
+    assert loads(lowered) == lower(generate("interleaved", 2, 8, 2), MPI)
+
+
+@pytest.mark.parametrize("command", ["show", "simulate"])
+def test_the_picture_is_an_svg_file(pipert_schedule, tmp_path: Path, command: str) -> None:
+    assert pipert_schedule(command, "1f1b", "--svg", tmp_path / "picture.svg").code == 0
+    picture = (tmp_path / "picture.svg").read_text()
+    assert picture.startswith("<svg")
+    assert "3B7" in picture
+
+
+def test_a_picture_that_cannot_be_written_is_a_usage_error(pipert_schedule, tmp_path: Path) -> None:
+    done = pipert_schedule("show", "1f1b", "--svg", tmp_path / "missing" / "picture.svg")
+    assert done.code == 2
+    assert "cannot be written: No such file or directory" in done.err
+
+
+# ---- check ----
+
+
+@pytest.mark.parametrize("transport", NAMED)
+@pytest.mark.parametrize("name", GENERATORS)
+def test_check_proves_every_schedule_on_every_transport(pipert_schedule, name: str, transport: str) -> None:
+    done = pipert_schedule("check", name, "--transport", transport)
+    assert done.code == 0
+    assert done.out.startswith(f"safe: {name}, 4 ranks, 4 stages, 8 micro-batches, for {transport}")
+
+
+def test_check_judges_the_schedule_alone_without_a_transport(pipert_schedule) -> None:
+    done = pipert_schedule("check", "interleaved", "--ranks", 3, "--chunks", 2, "--microbatches", 7)
+    assert done.code == 0
+    assert done.out.startswith("safe: interleaved, 3 ranks, 6 stages, 7 micro-batches\n")
+
+
+def test_check_shows_a_deadlock_and_ends_with_1(pipert_schedule, tmp_path: Path) -> None:
+    crossing = DEADLOCK.replace("0SEND_F0 2RECV_F0 2F0", "2RECV_F0 0SEND_F0 2F0")
+    (tmp_path / "file.txt").write_text(crossing)
+    done = pipert_schedule("check", tmp_path / "file.txt")
+    assert done.code == 1
+    assert done.out.startswith("unsafe: both-send-first")
+    assert "deadlock" in done.out and "rank 0" in done.out and "rank 1" in done.out
+    (tmp_path / "file.txt").write_text(DEADLOCK)
+    assert pipert_schedule("check", tmp_path / "file.txt").code == 0
+
+
+def test_check_judges_a_program_as_it_is_under_another_transport(pipert_schedule, tmp_path: Path) -> None:
+    """A receive just before its use is right for MPI; where messages queue it comes too late for the sender."""
+    program = lower(generate("interleaved", 2, 4, 2), MPI, prefetch=0)
+    (tmp_path / "mpi.txt").write_text(dumps(program))
+    assert pipert_schedule("check", tmp_path / "mpi.txt").code == 0
+    done = pipert_schedule("check", tmp_path / "mpi.txt", "--transport", "nccl-pair")
+    assert done.code == 1
+    assert "deadlock at rank 0" in done.out
+    (tmp_path / "nccl.txt").write_text(dumps(lower(program.schedule, NCCL_PAIR)))
+    assert pipert_schedule("check", tmp_path / "nccl.txt").code == 0
+
+
+def test_check_shows_a_fault_of_the_schedule_without_messages(pipert_schedule, tmp_path: Path) -> None:
+    text = dumps(generate("1f1b", 2, 2)).replace("1F0 1B0", "1B0 1F0")
+    (tmp_path / "file.txt").write_text(text)
+    done = pipert_schedule("check", tmp_path / "file.txt", "--transport", "mpi")
+    assert done.code == 1
+    assert "1B0 needs the output of stage 1" in done.out
+    assert "SEND" not in done.out
+
+
+@pytest.mark.parametrize(("limit", "code"), [("4", 0), ("4,3,2,1", 0), ("3", 1), ("4,3,2,0", 1)])
+def test_check_holds_a_schedule_to_its_limit_of_live_activations(pipert_schedule, limit: str, code: int) -> None:
+    assert pipert_schedule("check", "1f1b", "--limit", limit).code == code
+    assert pipert_schedule("check", "1f1b", "--transport", "mpi", "--limit", limit).code == code
+
+
+# ---- simulate ----
+
+
+def test_simulate_prints_makespan_bubble_idle_time_and_peaks(pipert_schedule) -> None:
+    done = pipert_schedule("simulate", "1f1b")
+    assert done.code == 0
+    assert "makespan 33, bubble 27.27%" in done.out  # 3/11
+    assert [line.split() for line in done.out.splitlines()[-5:]] == [
+        ["rank", "idle", "share", "live"],
+        ["0", "9", "27.3%", "4"],
+        ["1", "9", "27.3%", "3"],
+        ["2", "9", "27.3%", "2"],
+        ["3", "9", "27.3%", "1"],
+    ]
+    assert "bubble 15.79%" in pipert_schedule("simulate", "interleaved", "--chunks", 2).out  # 3/19
+
+
+def test_simulate_takes_times_for_each_stage_and_messages(pipert_schedule) -> None:
+    done = pipert_schedule(
+        "simulate", "gpipe", "--ranks", 2, "--microbatches", 1, "--forward", "1,2", "--backward", "3,4", "--comm", "0.5"
+    )
+    assert "makespan 11, " in done.out
+    lowered = pipert_schedule(
+        "simulate", "gpipe", "--ranks", 2, "--microbatches", 1, "--comm", "1", "--transport", "mpi"
+    )
+    assert "makespan 8, " in lowered.out
+
+
+def test_simulate_refuses_what_cannot_run_with_1(pipert_schedule, tmp_path: Path) -> None:
+    (tmp_path / "file.txt").write_text(dumps(generate("1f1b", 2, 2)).replace("0F0 0F1 0B0", "0F0 0B0 0B1"))
+    done = pipert_schedule("simulate", tmp_path / "file.txt")
+    assert done.code == 1
+    assert done.out
+
+
+# ---- what cannot be read: 2 ----
+
+
+@pytest.mark.parametrize("command", ["show", "check", "simulate"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["1F1B"], "LayoutError: 1F1B is neither a schedule's name nor a file; did you mean 1f1b?"),
+        (["missing.txt"], "is neither a schedule's name nor a file; the names are gpipe, 1f1b, interleaved"),
+        (["1f1b", "--chunks", "2"], "1f1b puts one stage on a rank, not chunks = 2"),
+        (["1f1b", "--ranks", "0"], "ranks = 0 must be an integer >= 1"),
+        (["1f1b", "--ranks", "two"], "Invalid value for '--ranks'"),
+        (["1f1b", "--transport", "ncl-pair"], "no transport is called 'ncl-pair'; did you mean nccl-pair?"),
+        ([], "Missing argument 'NAME|FILE'"),
+    ],
+)
+def test_words_that_make_no_sense_end_with_2(pipert_schedule, command: str, words: list[str], message: str) -> None:
+    done = pipert_schedule(command, *words)
+    assert done.code == 2
+    assert message in done.err
+    assert done.out == ""
+
+
+@pytest.mark.parametrize("command", ["show", "check", "simulate"])
+def test_a_file_that_cannot_be_read_ends_with_2_and_its_line(pipert_schedule, tmp_path: Path, command: str) -> None:
+    (tmp_path / "wrong.txt").write_text("pipert-schedule 1\nmicrobatches 1\nplacement 0\nrank 0: 0F0xyz\n")
+    done = pipert_schedule(command, tmp_path / "wrong.txt")
+    assert done.code == 2
+    assert re.search(r"FormatError: .*wrong.txt, line 4, action 0: '0F0xyz' is not an action", done.err)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("simulate", "1f1b", "--forward", "fast"),
+        ("simulate", "1f1b", "--forward", "1,2"),
+        ("simulate", "1f1b", "--backward", "-1"),
+        ("check", "1f1b", "--limit", "1.5"),
+        ("check", "1f1b", "--limit", "4,3"),
+    ],
+)
+def test_numbers_that_do_not_fit_end_with_2(pipert_schedule, words: tuple[str, ...]) -> None:
+    done = pipert_schedule(*words)
+    assert done.code == 2
+    assert done.err
+    assert done.out == ""
+
+
+# ---- start ----
+
+
+@pytest.mark.parametrize(
+    "words", ["list", "show 1f1b", "check interleaved --chunks 2 --transport mpi", "simulate 1f1b"]
+)
+def test_it_starts_quickly_and_imports_no_torch_mpi_or_compiler(words: str) -> None:
+    code = (
+        "import atexit, sys, time\n"
+        "atexit.register(lambda: print(time.process_time(), *{name.split('.')[0] for name in sys.modules}))\n"
+        "from pipert.cli import main; main()"
+    )
+    spent = []
+    for _ in range(3):
+        call = [sys.executable, "-c", code, "schedule", *words.split()]
+        done = subprocess.run(call, capture_output=True, text=True, timeout=60, check=True)
+        seconds, *modules = done.stdout.splitlines()[-1].split()
+        assert not set(modules) & {"torch", "mpi4py", "numba", "matplotlib"}
+        spent.append(float(seconds))
+    assert min(spent) < 0.5  # processor time, of the best of three: the machine may be busy
+
+
+def test_a_large_schedule_is_checked_in_seconds() -> None:
+    began = time.monotonic()
+    call = [sys.executable, "-m", "pipert", "schedule", "check", "1f1b", "--ranks", "64", "--microbatches", "1024"]
+    done = subprocess.run([*call, "--transport", "mpi"], capture_output=True, text=True, timeout=120, check=True)
+    assert "each of 129,024 messages is sent once" in done.stdout
+    assert time.monotonic() - began < 60
