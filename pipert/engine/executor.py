@@ -48,8 +48,12 @@ class Arrival(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One action, ready to be run: ``prepare`` waits for what it needs, ``perform`` does it."""
+    """One action, ready to be run: ``prepare`` waits for what it needs, ``perform`` does it.
 
+    The name is made once, because every step reports it.
+    """
+
+    name: str
     action: Action
     prepare: Callable[..., None] | None
     perform: Callable[..., None]
@@ -108,13 +112,13 @@ class Executor:
         kinds: dict[Kind, Callable[[Action, Message | None], Step]] = {
             Kind.F: self._compile_forward,
             Kind.B: self._compile_backward,
-            Kind.SEND_F: lambda a, m: Step(a, None, self._send_forward, (a.stage, a.microbatch, m)),
-            Kind.RECV_F: lambda a, m: Step(a, None, self._receive_forward, (a.stage, a.microbatch, m)),
-            Kind.SEND_B: lambda a, m: Step(a, None, self._send_backward, (a.stage, a.microbatch, m)),
-            Kind.RECV_B: lambda a, m: Step(a, None, self._receive_backward, (a.stage, a.microbatch, m)),
-            Kind.SEND_META: lambda a, m: Step(a, None, self._send_sizes, (a.stage, a.microbatch, m)),
-            Kind.RECV_META: lambda a, m: Step(a, None, self._receive_sizes, (a.stage, a.microbatch, m)),
-            Kind.REDUCE: lambda a, m: Step(a, None, self._sum, (self._reductions[a.stage],)),
+            Kind.SEND_F: lambda a, m: Step(str(a), a, None, self._send_forward, (a.stage, a.microbatch, m)),
+            Kind.RECV_F: lambda a, m: Step(str(a), a, None, self._receive_forward, (a.stage, a.microbatch, m)),
+            Kind.SEND_B: lambda a, m: Step(str(a), a, None, self._send_backward, (a.stage, a.microbatch, m)),
+            Kind.RECV_B: lambda a, m: Step(str(a), a, None, self._receive_backward, (a.stage, a.microbatch, m)),
+            Kind.SEND_META: lambda a, m: Step(str(a), a, None, self._send_sizes, (a.stage, a.microbatch, m)),
+            Kind.RECV_META: lambda a, m: Step(str(a), a, None, self._receive_sizes, (a.stage, a.microbatch, m)),
+            Kind.REDUCE: lambda a, m: Step(str(a), a, None, self._sum, (self._reductions[a.stage],)),
             Kind.TIE: self._compile_tie,
         }
         tags = message_tags(self.program, self._transport.rank, self._transport.tag_bound)
@@ -134,7 +138,7 @@ class Executor:
         leaves = stage + 1 < self.program.num_stages and not self.program.placement.is_local(stage)
         goal = self._leaving[stage] if leaves else self._inputs.get(stage + 1, {})
         arguments = (stage, action.microbatch, self._stages[stage], goal)
-        return Step(action, self._finish_forward if arrives else self._reap, self._forward, arguments)
+        return Step(str(action), action, self._finish_forward if arrives else self._reap, self._forward, arguments)
 
     def _compile_backward(self, action: Action, message: Message | None) -> Step:
         stage = action.stage
@@ -144,13 +148,13 @@ class Executor:
         if stage > self.program.trainable_from:
             goal = self._leaving_gradients[stage] if leaves else self._gradients[stage - 1]
         arguments = (stage, action.microbatch, self._stages[stage], goal)
-        return Step(action, self._finish_backward if arrives else self._reap, self._backward, arguments)
+        return Step(str(action), action, self._finish_backward if arrives else self._reap, self._backward, arguments)
 
     def _compile_tie(self, action: Action, message: Message | None) -> Step:
         """Copies on one rank are one parameter: its last TIE speaks for all of them."""
         if self._last_tie[action.microbatch] != action or action.microbatch not in self._ties:
-            return Step(action, None, _nothing, ())
-        return Step(action, None, self._sum, (self._ties[action.microbatch],))
+            return Step(str(action), action, None, _nothing, ())
+        return Step(str(action), action, None, self._sum, (self._ties[action.microbatch],))
 
     # ---- the step --------------------------------------------------------------------------------------------------
 
@@ -192,8 +196,8 @@ class Executor:
     def _run_steps(self, timings: Timings) -> None:
         clock, report = time.perf_counter, self._transport.report
         started, ended = timings.starts.append, timings.ends.append
-        for action, prepare, perform, arguments in self._steps:
-            report(action)
+        for name, _, prepare, perform, arguments in self._steps:
+            report(name)
             if prepare is not None:
                 prepare(*arguments)
             started(clock())
@@ -267,7 +271,7 @@ class Executor:
         self._wait(arrival.incoming.requests, arrival.message.action, arrival.message.peer)
         self._gradients[stage][microbatch] = arrival.incoming.tensors
 
-    def _wait(self, requests: Sequence[Request], doing: Action, peer: int | None = None) -> None:
+    def _wait(self, requests: Sequence[Request], doing: object, peer: int) -> None:
         for request in requests:
             self._transport.wait(request, doing, peer)
 
@@ -283,7 +287,8 @@ class Executor:
             self._wait(outgoing.requests, outgoing.doing, outgoing.peer)
             outgoing.check()
         for position, total, requests in self._summing:
-            self._wait(requests, self._steps[position].action)
+            for request in requests:
+                total.transport.wait(request, self._steps[position].name)
             total.finish()
             self._timings.ends[position] = time.perf_counter()
         self._summing.clear()

@@ -24,9 +24,13 @@ class GradientSum:
     Args:
         parameters: the same ones, in the same order, on every rank.
         transport: the ranks that sum; all call `start` in the same order.
+
+    Attributes:
+        transport: the same; on it the requests are waited for.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], transport: Transport) -> None:
+        self.transport = transport
         self._buckets = [_Bucket(bucket, transport) for bucket in _buckets(parameters)]
 
     def begin(self) -> None:
@@ -87,7 +91,7 @@ class _Bucket:
 
     def finish(self) -> None:
         sizes = [parameter.numel() for parameter in self._parameters]
-        *parts, used = self._flat.split([*sizes, len(sizes)])
+        *parts, used = torch.split(self._flat, [*sizes, len(sizes)])
         for parameter, before, part, ranks in zip(self._parameters, self._before, parts, used.tolist(), strict=True):
             if not ranks:
                 parameter.grad = before

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
@@ -48,7 +48,7 @@ class Report:
 
     def encode(self) -> bytes:
         """The report as JSON."""
-        return json.dumps(asdict(self), separators=(",", ":")).encode()
+        return json.dumps(vars(self), separators=(",", ":")).encode()
 
     @staticmethod
     @lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -245,7 +246,12 @@ def signature(value: object) -> str:
     """Digest of a value's structure, plain data, shapes and dtypes."""
     tensors, structure = flatten(value)
     specs = tuple(leaf_spec(tensor)._replace(requires_grad=False) for tensor in tensors)
-    return blake2b(BoundarySpec(structure, specs).encode(), digest_size=8).hexdigest()
+    return _digest(BoundarySpec(structure, specs))
+
+
+@lru_cache(maxsize=1024)
+def _digest(spec: BoundarySpec) -> str:
+    return blake2b(spec.encode(), digest_size=8).hexdigest()
 
 
 def _mode(call: Call, device: torch.device) -> str:
