@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, frexp, fsum, isfinite
+from math import frexp, fsum, isfinite
 from typing import Any
 
 import numpy as np
@@ -110,7 +110,7 @@ def _bottleneck(back: Backend, prefix: Array, stages: int, cap: Array) -> int:
     """The least heaviest stage."""
     values, limit = back.ints(prefix), back.ints(cap)
     total, heaviest = int(prefix[-1]), int(np.diff(prefix).max())
-    low = max(heaviest, ceil(total / stages))
+    low = max(heaviest, -(-total // stages))
     high = low + heaviest
     fits, found = back.run(probe, values, limit, stages, high)
     if not fits:
@@ -145,6 +145,8 @@ def _spread(back: Backend, prefix: Array, near: Array, stages: int) -> list[int]
         price = int(price * (seen / stages) ** 2)
         if not low < price < high or turn % 3 == 2:
             price = (low + high) // 2
+    else:
+        raise AssertionError("some whole price makes every number of stages optimal")
     cuts = back.blank(stages + 1)
     back.run(pick, values, cap, price, value, fewest, most, cuts)
     return [int(cuts[s]) for s in range(stages + 1)]
@@ -163,7 +165,7 @@ def _limits_by_stage(back: Backend, prefix: Array, reach: Reach) -> list[int]:
         return answer
 
     heaviest, total = int(np.diff(prefix).max()), int(prefix[-1])
-    low = max(heaviest, ceil(total / stages))
+    low = max(heaviest, -(-total // stages))
     good, high = fits(low + heaviest)
     if not good:
         good, high = fits(total)
