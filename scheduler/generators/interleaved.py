@@ -14,6 +14,12 @@ from pipert.scheduler.schedule import Schedule
 def interleaved(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     """Each rank owns `chunks` stages, stage s on rank s modulo `ranks`, so the pipeline fills in shorter steps.
 
+    2 ranks with 2 stages each, 4 micro-batches, a backward as long as two forwards; rank 0 has stages 0 and 2::
+
+        rank 0 │F0F1F0F1F2··B0━━F3B1━━F2B0━━F3B1━━··B2━━··B3━━B2━━B3━━│
+        rank 1 │··F0F1F0B0━━F1B1━━F2B0━━F3B1━━F2B2━━F3B3━━B2━━B3━━····│
+                0                                                   27
+
     Micro-batches go in groups: a rank does the forwards of a whole group at its first stage, then at its second, and so
     on; backwards in the same groups, last stage first. Any number of micro-batches will do. Let p be the ranks, v the
     chunks, m the micro-batches, F and B a rank's time for one micro-batch at all its stages. The groups are of equal

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from inspect import cleandoc
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from pipert.scheduler.action import Action, Kind
 from pipert.scheduler.costs import Costs
+from pipert.scheduler.draw.text import text as draw
 from pipert.scheduler.errors import LayoutError
 from pipert.scheduler.generators.gpipe import gpipe
 from pipert.scheduler.generators.interleaved import group_sizes, interleaved
@@ -27,30 +30,69 @@ ranks_, microbatches_, chunks_ = st.integers(1, 16), st.integers(1, 40), st.inte
 costs_ = st.tuples(st.integers(1, 9), st.integers(1, 9))
 
 
-def text(schedule: Schedule) -> str:
+def rows(schedule: Schedule) -> str:
     """The rows as text."""
     return "\n".join(map(str, schedule.rows))
 
 
+GPIPE = """
+rank 0 │F0F1F2F3··················B0━━B1━━B2━━B3━━│
+rank 1 │··F0F1F2F3············B0━━B1━━B2━━B3━━····│
+rank 2 │····F0F1F2F3······B0━━B1━━B2━━B3━━········│
+rank 3 │······F0F1F2F3B0━━B1━━B2━━B3━━············│
+        0                                       21
+"""
+
+ONE_F_ONE_B = """
+rank 0 │F0F1F2F3············B0━━F4B1━━F5B2━━F6B3━━F7B4━━··B5━━··B6━━··B7━━│
+rank 1 │··F0F1F2········B0━━F3B1━━F4B2━━F5B3━━F6B4━━F7B5━━··B6━━··B7━━····│
+rank 2 │····F0F1····B0━━F2B1━━F3B2━━F4B3━━F5B4━━F6B5━━F7B6━━··B7━━········│
+rank 3 │······F0B0━━F1B1━━F2B2━━F3B3━━F4B4━━F5B5━━F6B6━━F7B7━━············│
+        0                                                               33
+"""
+
+INTERLEAVED = """
+rank 0 │F0F1F0F1F2··B0━━F3B1━━F2B0━━F3B1━━··B2━━··B3━━B2━━B3━━│
+rank 1 │··F0F1F0B0━━F1B1━━F2B0━━F3B1━━F2B2━━F3B3━━B2━━B3━━····│
+        0                                                   27
+"""
+
+
+@pytest.mark.parametrize(
+    ("make", "numbers", "drawing", "width"),
+    [
+        (gpipe, (4, 4), GPIPE, 70),
+        (one_f_one_b, (4, 8), ONE_F_ONE_B, 100),
+        (interleaved, (2, 4, 2), INTERLEAVED, 70),
+    ],
+)
+def test_a_schedule_looks_as_its_docstring_draws_it(
+    make: Callable[..., Schedule], numbers: tuple[int, ...], drawing: str, width: int
+) -> None:
+    drawn = draw(simulate(make(*numbers), Costs(1, 2)), width=width)
+    assert drawn == drawing.strip("\n")
+    assert drawn in cleandoc(make.__doc__ or "").replace("\n    ", "\n")
+
+
 def test_gpipe_does_all_forwards_then_all_backwards() -> None:
-    assert text(gpipe(2, 3)) == "0F0 0F1 0F2 0B0 0B1 0B2\n1F0 1F1 1F2 1B0 1B1 1B2"
+    assert rows(gpipe(2, 3)) == "0F0 0F1 0F2 0B0 0B1 0B2\n1F0 1F1 1F2 1B0 1B1 1B2"
 
 
 def test_1f1b_warms_up_less_the_later_the_rank() -> None:
-    assert text(one_f_one_b(3, 4)) == (
+    assert rows(one_f_one_b(3, 4)) == (
         "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3\n1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3\n2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
     )
 
 
 def test_interleaved_takes_turns_at_its_stages_group_by_group() -> None:
-    assert text(interleaved(2, 4, 2)) == (
+    assert rows(interleaved(2, 4, 2)) == (
         "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3\n"
         "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3"
     )
 
 
 def test_interleaved_takes_any_number_of_microbatches() -> None:
-    assert text(interleaved(2, 3, 2)) == (
+    assert rows(interleaved(2, 3, 2)) == (
         "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2\n1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2"
     )
 
