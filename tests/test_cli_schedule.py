@@ -229,6 +229,22 @@ def test_numbers_that_do_not_fit_end_with_2(pipert_schedule, words: tuple[str, .
     assert done.out == ""
 
 
+# ---- documentation ----
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "schedules.md"
+EXAMPLES = re.findall(r"```console\n\$ pipert schedule (.*)\n((?:.*\n)*?)```", DOCUMENT.read_text())
+
+
+@pytest.mark.parametrize(("words", "printed"), EXAMPLES, ids=[words for words, _ in EXAMPLES])
+def test_the_documentation_shows_what_is_printed(pipert_schedule, monkeypatch, words: str, printed: str) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert pipert_schedule(*words.split()).out == printed
+
+
+def test_the_documentation_has_examples() -> None:
+    assert len(EXAMPLES) >= 8
+
+
 # ---- start ----
 
 
