@@ -11,17 +11,17 @@ assert result.returncode == 0, result.text
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from pipert.launch import kill_session
 
 ROOT = Path(__file__).resolve().parent.parent
 #: The launcher of the MPI wheel in this environment; "mpiexec" from PATH where there is none.
@@ -116,7 +116,7 @@ def run_group(command: Sequence[str], timeout: float, environ: Mapping[str, str]
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _kill_session(process.pid)
+            kill_session(process.pid)
             process.wait()
         stdout, stderr = _text(out), _text(err)
     result = JobResult(tuple(command), -1 if code is None else code, stdout, stderr, time.monotonic() - begin)
@@ -128,26 +128,6 @@ def run_group(command: Sequence[str], timeout: float, environ: Mapping[str, str]
 def _text(stream: BinaryIO) -> str:
     stream.seek(0)
     return stream.read().decode(errors="replace")
-
-
-def left_over(session: int) -> list[int]:
-    """Processes that still live in a session."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] not in "ZX":
-            found.append(int(entry.name))
-    return found
-
-
-def _kill_session(session: int) -> None:
-    """Kill a session's processes: launchers put their ranks into process groups of their own."""
-    for pid in left_over(session):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def _environment(deadline: float, more: Mapping[str, str]) -> dict[str, str]:
