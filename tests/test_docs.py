@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import subprocess
@@ -95,11 +96,19 @@ def test_every_pipert_command_is_understood(line: str) -> None:
     command.make_context("pipert", words)  # a wrong option, value or missing argument raises
 
 
-@pytest.mark.parametrize("line", [case for case in commands("pipert") if "pipert schedule " in case.id])
-def test_every_pipert_schedule_command_runs(line: str, tmp_path: Path) -> None:
-    call = line.replace("pipert", f"{shlex.quote(sys.executable)} -m pipert", 1)
-    done = subprocess.run(call, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+def shown(path: Path) -> list[Any]:
+    """Every command of a console block that has its output below it, with that output."""
+    blocks = [token.content for token in tokens(path) if token.type == "fence" and token.info == "console"]
+    calls = [call.split("\n", 1) for block in blocks for call in block.split("$ ")[1:]]
+    return [pytest.param(line, output, id=line) for line, output in calls if output]
+
+
+@pytest.mark.parametrize(("line", "output"), shown(ROOT / "README.md"))
+def test_the_readme_shows_what_is_printed(line: str, output: str, tmp_path: Path) -> None:
+    call = [sys.executable, "-m", *shlex.split(line)]
+    environ = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+    done = subprocess.run(call, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, output)
 
 
 @pytest.mark.parametrize("code", mentions("pipert"))

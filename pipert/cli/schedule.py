@@ -28,7 +28,12 @@ from pipert.scheduler.verify import verify
 
 Number = TypeVar("Number", int, float)
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show, check and simulate pipeline schedules.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Show, check and simulate pipeline schedules.",
+)
 
 Source = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A schedule's name (pipert schedule list) or a file.")]
 Ranks = Annotated[int, typer.Option("--ranks", help="Pipeline ranks of a schedule made by name.")]
