@@ -32,10 +32,8 @@ class Kind(IntEnum):
     RECV_B = 7  #: receive the stage's output gradient from the next stage
     SEND_META = 8  #: send the sizes of a forward message
     RECV_META = 9  #: receive the sizes of a forward message
-    REDUCE = 10  #: sum the stage's gradients over its data-parallel replicas
-    TIE = (
-        11  #: sum a tied weight's gradients over the stages that hold it (the number is the tie's, not a micro-batch's)
-    )
+    REDUCE = 10  #: sum the stage's gradients over its data-parallel replicas, those of tied weights apart
+    TIE = 11  #: sum a tied weight's gradients over all copies and replicas (the number is the tie's)
 
     @property
     def is_compute(self) -> bool:

@@ -77,6 +77,6 @@ def _check(schedule: Schedule) -> None:
         place = int(wrong[0] - offsets[rank])
         action, own = schedule.rows[rank][place], schedule.placement.stages_of(rank)
         raise ScheduleError(
-            f"rank {rank}, action {place}: {action} cannot be lowered; a row holds computations of the rank's own stages "
-            f"{own} for micro-batches 0 .. {schedule.microbatches - 1}"
+            f"rank {rank}, action {place}: {action} cannot be lowered; a row holds computations of the rank's own "
+            f"stages {own} for micro-batches 0 .. {schedule.microbatches - 1}"
         )

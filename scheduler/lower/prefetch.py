@@ -37,14 +37,12 @@ def prefetch_receives(program: Program, computations: int) -> Program:
 def _moved(codes: Codes, program: Program, ahead: int) -> ActionRow:
     """Move the receives of one row. A message's place is the number of computations before it."""
     is_message = IS_MESSAGE[kinds_of(codes)]
-    here = np.flatnonzero(is_message)
     places = np.cumsum(~is_message)
-    earliest = places[here]
-    needed = _consumers(codes, is_message)
-    movable = needed != NONE
-    earliest[movable] = np.minimum(earliest[movable], np.maximum(needed[movable] - ahead, 0))
-    keys = places * 2 - ~is_message  # a computation comes behind the messages of its place
-    keys[here] = 2 * _in_queues(earliest, _queues(codes[here], program))
+    earliest, needed = places[is_message], _consumers(codes, is_message)
+    moves = needed != NONE
+    earliest[moves] = np.minimum(earliest[moves], np.maximum(needed[moves] - ahead, 0))
+    keys = 2 * places - 1  # a computation comes behind the messages of its place
+    keys[is_message] = 2 * _in_queues(earliest, _queues(codes[is_message], program))
     return ActionRow.from_codes(codes[np.argsort(keys, kind="stable")])
 
 
@@ -58,8 +56,8 @@ def _consumers(codes: Codes, is_message: Codes) -> Codes:
         for meta, message in TELLS.items()
         for metas in [messages[kinds_of(messages) == meta]]
     ]
-    movable = (needs[found] == messages) & ~np.isin(messages, np.concatenate(told))
-    return np.where(movable, found, NONE)
+    may_move = (needs[found] == messages) & ~np.isin(messages, np.concatenate(told))
+    return np.where(may_move, found, NONE)
 
 
 def _queues(messages: Codes, program: Program) -> Codes:

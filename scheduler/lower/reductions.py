@@ -19,26 +19,26 @@ _MAKES_WEIGHT = [kind for kind, values in MAKES.items() if ValueKind.WEIGHT in v
 def add_reductions(program: Program, reduce: bool) -> Program:
     """Add a TIE for each copy of a tied weight and, if asked, a REDUCE for each trainable stage.
 
-    * The REDUCE of a stage without tied weights starts behind the stage's last weight gradient (and its SEND_B), so it
-      overlaps the rest of the step. The stages of a rank follow one another from the last to the first: the order
-      in which they finish, whatever the number of micro-batches, so replicas always agree.
+    * The REDUCE of a stage stands behind the stage's last weight gradient (and its SEND_B), so it overlaps the rest of
+      the step. The stages of a rank follow one another from the last to the first: the order in which they finish,
+      whatever the number of micro-batches, so replicas always agree.
     * Ties come at the end of every row, in their order, so no rank can wait for a tie while another waits for it. They
-      can hardly come earlier: a tie needs the last backward of its first stage.
-    * The REDUCE of a stage with tied weights comes after its ties: what a replica adds to the others' is then final.
+      can hardly come earlier: a tie needs the last backward of its first stage. No REDUCE waits for them, since it
+      leaves tied weights to their TIE, which sums over the replicas too.
     """
-    tied = {stage for tie in live_ties(program) for stage in program.ties[tie]}
-    rows = tuple(_reduced(row.codes, program, rank, tied, reduce) for rank, row in enumerate(program.rows))
+    ties = _trained_ties(program)
+    rows = tuple(_reduced(row.codes, program, rank, ties, reduce) for rank, row in enumerate(program.rows))
     return replace(program, rows=rows)
 
 
-def live_ties(program: Program) -> list[int]:
+def _trained_ties(program: Program) -> list[int]:
     """The ties whose stages are trained.
 
     Raises:
         LayoutError: a tie names a stage that is not there, fewer than two stages, or one twice; or some of its
             stages are trained and some are not.
     """
-    live = []
+    trained_ties = []
     for tie, stages in enumerate(program.ties):
         if len(stages) < 2 or len(set(stages)) < len(stages) or not set(stages) <= set(range(program.num_stages)):
             raise LayoutError(
@@ -52,22 +52,19 @@ def live_ties(program: Program) -> list[int]:
                 "gradient; the copies of a trained weight are all trained: lower trainable_from, or leave out the tie"
             )
         if all(trained):
-            live.append(tie)
-    return live
+            trained_ties.append(tie)
+    return trained_ties
 
 
-def _reduced(codes: Codes, program: Program, rank: int, tied: set[int], reduce: bool) -> ActionRow:
-    own = [stage for stage in program.placement.stages_of(rank) if stage >= program.trainable_from]
+def _reduced(codes: Codes, program: Program, rank: int, ties: list[int], reduce: bool) -> ActionRow:
     added: list[tuple[int, Action]] = []  # the place in the row, and what comes there
-    if reduce:
-        finished, place = _finished(codes), 0
-        for stage in sorted(finished.keys() - tied, reverse=True):
-            place = max(place, finished[stage])
-            added.append((place, Action(stage, Kind.REDUCE)))
-    for tie in live_ties(program):
+    finished, place = _finished(codes) if reduce else {}, 0
+    for stage in sorted(finished, reverse=True):
+        place = max(place, finished[stage])
+        added.append((place, Action(stage, Kind.REDUCE)))
+    own = program.placement.stages_of(rank)
+    for tie in ties:
         added += [(len(codes), Action(stage, Kind.TIE, tie)) for stage in own if stage in program.ties[tie]]
-    if reduce:
-        added += [(len(codes), Action(stage, Kind.REDUCE)) for stage in reversed(own) if stage in tied]
     return ActionRow.from_codes(np.insert(codes, [place for place, _ in added], [action.code for _, action in added]))
 
 

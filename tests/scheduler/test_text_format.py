@@ -41,8 +41,8 @@ microbatches 3
 placement 0 1
 transport nccl-grouped
 tie 0 1
-rank 0: 0F0 0SEND_META0 0SEND_F0 0F1 {0SEND_F1 0RECV_B0} 0B0 0F2 {0SEND_F2 0RECV_B1} 0B1 0RECV_B2 0B2 0TIE0 0REDUCE
-rank 1: 1RECV_META0 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 {1RECV_F2 1SEND_B1} 1F2 1B2 1SEND_B2 1TIE0 1REDUCE
+rank 0: 0F0 0SEND_META0 0SEND_F0 0F1 {0SEND_F1 0RECV_B0} 0B0 0F2 {0SEND_F2 0RECV_B1} 0B1 0RECV_B2 0B2 0REDUCE 0TIE0
+rank 1: 1RECV_META0 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 {1RECV_F2 1SEND_B1} 1F2 1B2 1SEND_B2 1REDUCE 1TIE0
 """
 
 
@@ -206,7 +206,7 @@ def test_reading_does_not_judge_and_the_verifier_does() -> None:
         (PROGRAM.replace("0RECV_B0}", "0RECV_B0"), "line 7: a '{' out of place behind 8 actions; write groups as"),
         (PROGRAM.replace("{0SEND_F2", "0SEND_F2"), "line 7: a '}' out of place behind 10 actions"),
         (PROGRAM.replace("{0SEND_F1 0RECV_B0}", "{}"), "line 7: a '}' out of place behind 4 actions"),
-        (PROGRAM.replace("0TIE0 0REDUCE", "{0TIE0 0REDUCE"), "line 7: the group behind 13 actions has no end"),
+        (PROGRAM.replace("0REDUCE 0TIE0", "{0REDUCE 0TIE0"), "line 7: the group behind 13 actions has no end"),
         (PROGRAM.replace("tie 0 1", "tie"), "line 6: '' is no list of numbers; write the stages with a copy"),
         (PROGRAM + "schedule 0: {0F0 0F1}", "line 9: a group in a schedule; only the 'rank' rows of a program"),
     ],
