@@ -54,8 +54,8 @@ class Index:
 
     @property
     def microbatches(self) -> int:
-        """The number of micro-batches."""
-        return self.target.microbatches
+        """The number of micro-batches; none if the target has less than none."""
+        return max(self.target.microbatches, 0)
 
     @property
     def trainable_from(self) -> int:
@@ -137,7 +137,7 @@ def _widths(target: Schedule | Program) -> npt.NDArray[np.int64]:
     """For each kind how many numbers its actions may carry; 0 for what is no kind or has no place in the target."""
     program = target if isinstance(target, Program) else None
     widths = np.zeros(KIND_MASK + 1, dtype=np.int64)
-    widths[[kind for kind in Kind if kind.is_compute or program]] = target.microbatches
+    widths[[kind for kind in Kind if kind.is_compute or program]] = max(target.microbatches, 0)
     widths[Kind.REDUCE] = 1 if program else 0
     widths[Kind.TIE] = len(program.ties) if program else 0
     return widths

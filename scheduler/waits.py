@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipert.scheduler.action import Action
+from pipert.scheduler.action import Action, Kind
 from pipert.scheduler.dependencies import Value, ValueKind, makers
 from pipert.scheduler.index import Index
 from pipert.scheduler.play import PlayedProgram, PlayedSchedule
@@ -158,7 +158,9 @@ class _Stuck:
         members = self._unit(position)
         if members[-1] >= self._played.cursors[rank]:
             after = int(self._played.blocked[rank])
-            yield after, f", {'which' if elsewhere else 'and'} waits in {self.words(after)}"
+            tied = self._wiring.index.action(position).kind is Kind.TIE
+            who = "and" if not elsewhere else f"while rank {rank}" if tied else "which"
+            yield after, f", {who} waits in {self.words(after)}"
             return
         for member in members:
             for head in self._ahead(rank, member):

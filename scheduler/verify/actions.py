@@ -16,7 +16,7 @@ def _out_of_bounds(subject: Subject) -> Iterator[Fault]:
     if index.target.num_ranks != ranks:
         yield Fault("bounds", f"{index.target.num_ranks} rows for a placement on {ranks} ranks; give each rank one row")
     if index.microbatches < 1:
-        yield Fault("bounds", f"{index.microbatches} micro-batches; a step has at least one")
+        yield Fault("bounds", f"{index.target.microbatches} micro-batches; a step has at least one")
     for position in np.flatnonzero(~index.usable).tolist():
         code = int(index.codes[position])
         problem = _problem(subject, code)
