@@ -32,8 +32,8 @@ def split(batch: object, side: int, parts: int) -> list[Any]:
     """One side of a batch as micro-batches.
 
     Args:
-        batch: a pair ``(inputs, targets)``, split into at most ``parts`` parts as `torch.tensor_split` does (8 samples in 3
-            parts: 3, 3, 2); or a list of such pairs, which are the micro-batches already.
+        batch: a pair ``(inputs, targets)``, split into at most ``parts`` parts as `torch.tensor_split` does (8
+            samples in 3 parts: 3, 3, 2); or a list of such pairs, which are the micro-batches already.
         side: `INPUTS` or `TARGETS`.
         parts: how many micro-batches to make.
 
@@ -81,8 +81,8 @@ def split_value(value: object, parts: int, what: str) -> list[Any]:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors) or "none"
         rule = "the same number of samples in dimension 0" if rows else "at least one sample"
         raise BatchError(
-            f"the {what} have tensors of shapes {shapes}; to be split into micro-batches they need {rule}; otherwise pass "
-            "a list of (inputs, targets) pairs, one for each micro-batch"
+            f"the {what} have tensors of shapes {shapes}; to be split into micro-batches they need {rule}; "
+            "otherwise pass a list of (inputs, targets) pairs, one for each micro-batch"
         )
     count = min(parts, rows.pop())
     columns = [

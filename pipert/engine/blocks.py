@@ -1,9 +1,10 @@
 """How one block of the model is run: with its own random numbers, and with or without keeping its activations.
 
 pipert's layers draw from streams named by layer, step and sample. Modules that know nothing of that use torch's global
-generator; around each block that may, it is seeded from (seed, block, step, first sample) and restored afterwards. So its
-numbers depend neither on the layout nor on what ran before, a recomputed forward draws the same ones, and the caller's
-generator is as it was. A block says with an attribute ``uses_global_random = False`` that it needs none of this.
+generator; around each block that may, it is seeded from (seed, block, step, first sample) and restored afterwards. So
+its numbers depend neither on the layout nor on what ran before, a recomputed forward draws the same ones, and the
+caller's generator is as it was. A block says with an attribute ``uses_global_random = False`` that it needs none of
+this.
 """
 
 from __future__ import annotations
@@ -30,17 +31,19 @@ _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RN
 _RANDOM_TOO = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
-def uses_global_random(module: nn.Module) -> bool:
-    """Whether a forward of this module may draw from torch's global generator.
+def uses_global_random(function: object) -> bool:
+    """Whether a call of this module (or loss function) may draw from torch's global generator.
 
-    The module's attribute ``uses_global_random`` decides where it has one. torch's own layers are known; any other class
-    may do anything.
+    Its attribute ``uses_global_random`` decides where it has one. torch's own layers and losses are known; anything
+    else may do anything.
     """
-    said = getattr(module, "uses_global_random", None)
+    said = getattr(function, "uses_global_random", None)
     if said is not None:
         return bool(said)
-    known = type(module).__module__.startswith("torch.nn.") and not isinstance(module, (*_RANDOM, *_RANDOM_TOO))
-    return not known or any(map(uses_global_random, module.children()))
+    if not isinstance(function, nn.Module):
+        return getattr(function, "__module__", "") != "torch.nn.functional"
+    known = type(function).__module__.startswith("torch.nn.") and not isinstance(function, (*_RANDOM, *_RANDOM_TOO))
+    return not known or any(map(uses_global_random, function.children()))
 
 
 @contextmanager
@@ -83,18 +86,23 @@ class BlockRunner:
 
     def __call__(self, name: str, module: nn.Module, *values: Any) -> Any:
         """Run a block on values."""
-        draw = self.draw
-
-        def run(*values: Any) -> Any:
-            with drawing(draw):
-                if not self._global[name]:
-                    return module(*values)
-                with global_generator(draw, name, self._device):
-                    return module(*values)
-
+        run = self.bound(name, module, self._global[name])
         if self.recompute and torch.is_grad_enabled():
             return recomputed(run, module, f"block {name}", *values)
         return run(*values)
+
+    def bound(self, name: str, function: Callable[..., Any], draws: bool) -> Callable[..., Any]:
+        """The function with the random numbers of the present micro-batch, whenever it is called."""
+        draw, device = self.draw, self._device
+
+        def run(*values: Any) -> Any:
+            with drawing(draw):
+                if not draws:
+                    return function(*values)
+                with global_generator(draw, name, device):
+                    return function(*values)
+
+        return run
 
 
 def recomputed(run: Callable[..., Any], module: nn.Module, what: str, *values: Any) -> Any:
@@ -115,7 +123,8 @@ def recomputed(run: Callable[..., Any], module: nn.Module, what: str, *values: A
     for tensor, version in zip(tensors, versions, strict=True):
         if tensor._version != version:
             raise BoundaryError(
-                f"{what} changes its input of shape {list(tensor.shape)} in place, so it cannot be recomputed from it; use "
+                f"{what} changes its input of shape {list(tensor.shape)} in place, so it cannot be recomputed from it; "
+                "use "
                 'recompute="none", or let the block work on a clone'
             )
     return result

@@ -44,7 +44,9 @@ class LeafSpec(NamedTuple):
 
 #: Every dtype by its name.
 DTYPES: dict[str, torch.dtype] = {
-    name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}"
+    name: dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}"
 }
 _DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -188,7 +190,7 @@ class Entry:
 
 
 class _Enter(torch.autograd.Function):
-    """Gives tensors a place in the graph. They come in a list, so that autograd sees new tensors, not views of inputs."""
+    """Gives tensors a place in the graph. They come in a list, so autograd sees new tensors, not views of inputs."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, entry: Entry, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -197,7 +199,7 @@ class _Enter(torch.autograd.Function):
         return tuple(tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
         ctx.entry.keep(gradients)
         return None, None, None
 
@@ -220,7 +222,7 @@ def check_same(found: BoundarySpec, expected: BoundarySpec, stage: int, microbat
     """
     if found != expected:
         raise BoundaryError(
-            f"stage {stage}, micro-batch {microbatch}: the output is {found}, but for inputs of the same structure, shapes "
-            f"and dtypes it was {expected} before, and that is what stage {stage + 1} makes room for; if it depends on "
-            "the data, use Pipeline(…, dynamic=True), which sends the sizes along with every micro-batch"
+            f"stage {stage}, micro-batch {microbatch}: the output is {found}, but for inputs of the same structure, "
+            f"shapes and dtypes it was {expected} before, and that is what stage {stage + 1} makes room for; if it "
+            "depends on the data, use Pipeline(…, dynamic=True), which sends the sizes with every micro-batch"
         )

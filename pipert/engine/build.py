@@ -22,7 +22,6 @@ from pipert.graph.estimate import estimate
 from pipert.graph.model_graph import ModelGraph
 from pipert.graph.profile import profile
 from pipert.graph.stage import StageBlock, StageModule, TracedModel, stage_module
-from pipert.graph.trace import trace
 from pipert.layers.materialise import materialise
 from pipert.partition.check import check_stages
 from pipert.scheduler.placement import Placement
@@ -51,7 +50,7 @@ class Parts:
     tie_groups: tuple[Transport | None, ...]
 
 
-def weigh(traced: TracedModel, settings: Settings, mesh: Mesh) -> ModelGraph:
+def weigh(traced: TracedModel, settings: Settings, mesh: Mesh, stages: int) -> ModelGraph:
     """The graph with costs: measured by rank 0 on its example, else estimated; the same on every rank.
 
     Raises:
@@ -63,7 +62,7 @@ def weigh(traced: TracedModel, settings: Settings, mesh: Mesh) -> ModelGraph:
         return materialise(module, prefix.rstrip("."), device, settings.dtype, settings.seed)
 
     def measure() -> ModelGraph:
-        if mesh.world.rank == 0 and settings.example is not None and mesh.pp * settings.chunks > 1:
+        if mesh.world.rank == 0 and settings.example is not None and stages > 1:
             return profile(traced, settings.example, materialise=fill)
         return estimate(traced.graph)
 
@@ -80,7 +79,9 @@ def _check_alike(facts: list[dict[str, object]]) -> None:
         for name, value in mine.items():
             if value != facts[0][name]:
                 words = "" if name == "model" else f": {facts[0][name]!r} and {value!r}"
-                raise ConfigError(f"ranks 0 and {rank} were given different values of {name}{words}; pass the same to all")
+                raise ConfigError(
+                    f"ranks 0 and {rank} were given different values of {name}{words}; pass the same to all"
+                )
 
 
 def build(
@@ -109,7 +110,7 @@ def build(
 
     modules = together(mesh.world, make)
     ties = find_ties(graph, assignment)
-    book = ParameterBook(graph, modules, ties)
+    book = together(mesh.world, lambda: ParameterBook(graph, modules, ties))
     groups = tuple(_tie_group(tie, placement, mesh) for tie in ties)
     _make_equal(modules, book, ties, groups, placement, mesh)
     _check_totals(graph, assignment, modules, mesh)
@@ -161,9 +162,7 @@ def _make_equal(
         group = groups[entry.tie] if entry.tie is not None else None
         if group is not None and entry.tie is not None:
             first, *others = ranks_of(ties[entry.tie], placement)
-            members = sorted(
-                mesh.rank_of(pp=pp, dp=dp) for pp in (first, *others) for dp in range(mesh.dp)
-            )
+            members = sorted(mesh.rank_of(pp=pp, dp=dp) for pp in (first, *others) for dp in range(mesh.dp))
             _broadcast(group, entry.parameter, members.index(mesh.rank_of(pp=first, dp=0)))
 
 

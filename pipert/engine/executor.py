@@ -105,6 +105,7 @@ class Executor:
         self._summing: list[tuple[int, GradientSum, list[Request]]] = []
         self._timings = Timings(self._row.codes)
         self._steps = self._compile()
+        self._sums: list[GradientSum] = [step.arguments[0] for step in self._steps if step.perform == self._sum]
 
     # ---- before the first step -------------------------------------------------------------------------------------
 
@@ -175,7 +176,7 @@ class Executor:
         timings = self._timings = Timings(self._row.codes, origin=time.perf_counter())
         for stage in self._stages.values():
             stage.begin(data)
-        for total in self._sums():
+        for total in self._sums:
             total.begin()
         try:
             self._run_steps(timings)
@@ -189,9 +190,6 @@ class Executor:
     def _place(self, action: Action) -> str:
         microbatch = f"micro-batch {action.microbatch}, " if action.kind.has_microbatch else ""
         return f"rank {self._rank}, stage {action.stage}, {microbatch}action {action}"
-
-    def _sums(self) -> list[GradientSum]:
-        return [step.arguments[0] for step in self._steps if step.perform == self._sum]
 
     def _run_steps(self, timings: Timings) -> None:
         clock, report = time.perf_counter, self._transport.report
@@ -210,9 +208,7 @@ class Executor:
         if result is not None:
             goal[microbatch] = result
 
-    def _backward(
-        self, stage: int, microbatch: int, runner: Stage, goal: dict[int, list[torch.Tensor]] | None
-    ) -> None:
+    def _backward(self, stage: int, microbatch: int, runner: Stage, goal: dict[int, list[torch.Tensor]] | None) -> None:
         result = runner.backward(microbatch, self._gradients[stage].pop(microbatch, ()))
         if goal is not None:
             goal[microbatch] = result

@@ -1,7 +1,7 @@
 """Sums of gradients over ranks: over data-parallel replicas, and over the copies of a tied weight.
 
-Only what this step adds is summed. Gradients that were there before are set aside and added to afterwards, neither scaled
-nor summed a second time. Without replicas and ties there is nothing to sum, and autograd adds to them directly.
+Only what this step adds is summed. Gradients that were there before are set aside and added to afterwards, neither
+scaled nor summed a second time. Without replicas and ties there is nothing to sum, and autograd adds to them directly.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ BUCKET_BYTES = 25 * 2**20
 class GradientSum:
     """Sums the gradients of some parameters over the ranks of a transport, once a step.
 
-    The parameters travel in flat buckets, of one dtype each, which afterwards are the gradients' memory. A parameter that
-    no rank has a gradient for stays without one.
+    The parameters travel in flat buckets, of one dtype each, which afterwards are the gradients' memory. A parameter
+    that no rank has a gradient for stays without one.
 
     Args:
         parameters: the same ones, in the same order, on every rank.

@@ -1,9 +1,9 @@
 """The header: once a step, before the first micro-batch, every rank tells every other what the step will be.
 
-One exchange of small blobs over all ranks. From it each rank derives the same `Agreement`: how many micro-batches, which
-of them have sizes that the boundaries do not know yet, which stages train, what each micro-batch weighs in the loss of
-the whole batch, which samples of the global batch it holds. Whatever cannot be run is refused here, with the same error
-on every rank, before anything else is sent.
+One exchange of small blobs over all ranks. From it each rank derives the same `Agreement`: how many micro-batches,
+which of them have sizes that the boundaries do not know yet, which stages train, what each micro-batch weighs in the
+loss of the whole batch, which samples of the global batch it holds. Whatever cannot be run is refused here, with the
+same error on every rank, before anything else is sent.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 from pipert.engine.loss import weights
 from pipert.engine.refusals import decode
@@ -54,7 +55,10 @@ class Report:
     @lru_cache(maxsize=1024)
     def decode(data: bytes) -> Report:
         """Read `encode`'s bytes; most ranks report the same every step."""
-        fields = {key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(data).items()}
+        items: dict[str, Any] = json.loads(data)
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in items.items()
+        }
         return Report(**fields)
 
 
@@ -155,8 +159,8 @@ def _check_same_call(reports: Sequence[Report]) -> None:
     for rank, report in enumerate(reports):
         if report.mode != reports[0].mode:
             raise ConfigError(
-                f"rank 0 is in {reports[0].mode}, rank {rank} in {report.mode}; every rank must make the same calls, under "
-                "the same autocast"
+                f"rank 0 is in {reports[0].mode}, rank {rank} in {report.mode}; every rank must make the same "
+                "calls, under the same autocast"
             )
 
 
@@ -173,8 +177,8 @@ def _check_replicas(reports: Sequence[Report], position: Position) -> None:
         mine, theirs = reports[rank], reports[first]
         if (mine.signatures, mine.samples, mine.counts) != (theirs.signatures, theirs.samples, theirs.counts):
             raise BatchError(
-                f"ranks {first} and {rank} are of one tensor-parallel group, but were given different batches; give them "
-                "the same one"
+                f"ranks {first} and {rank} are of one tensor-parallel group, but were given different batches; "
+                "give them the same one"
             )
 
 
@@ -212,8 +216,8 @@ def _counts_of(reports: Sequence[Report], position: Position, replica: int) -> t
     if len(counts) != len(inputs.samples):
         first = position.rank_at(position.first, replica, position.shard)
         raise BatchError(
-            f"rank {first} has inputs for {len(inputs.samples)} micro-batches, rank {last} has targets for {len(counts)}; "
-            "give both the same batch"
+            f"rank {first} has inputs for {len(inputs.samples)} micro-batches, rank {last} has targets for "
+            f"{len(counts)}; give both the same batch"
         )
     return counts
 

@@ -76,5 +76,7 @@ def weighted(loss: object, weight: float) -> torch.Tensor:
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise BatchError(f"loss_fn returned {found}; it must return a scalar tensor, the mean over what count_fn counts")
+        raise BatchError(
+            f"loss_fn returned {found}; it must return a scalar tensor, the mean over what count_fn counts"
+        )
     return loss.reshape(()) * weight

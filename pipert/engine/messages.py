@@ -84,7 +84,7 @@ class Outgoing:
 
     def done(self) -> bool:
         """Whether all messages are complete; never blocks."""
-        return all([request.test() for request in self.requests])
+        return all(request.test() for request in self.requests)
 
     def check(self) -> None:
         """After completion: nobody has changed the memory meanwhile.
@@ -95,8 +95,8 @@ class Outgoing:
         for tensor, version in zip(self._memory, self._versions, strict=True):
             if tensor._version != version:
                 raise BoundaryError(
-                    f"{self.doing}: a tensor was changed in place while it was being sent, so the receiver may have got "
-                    "either value; let the block return a clone of what it keeps and changes later"
+                    f"{self.doing}: a tensor was changed in place while it was being sent, so the receiver may "
+                    "have got either value; let the block return a clone of what it keeps and changes later"
                 )
 
 
@@ -129,7 +129,9 @@ def _part(buffer: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.
     """A tensor in a piece of the buffer's memory. It is no view: blocks may change it in place like any other."""
     strides = list(accumulate(reversed(shape[1:]), lambda stride, size: stride * size, initial=1))[::-1]
     tensor = torch.empty(0, dtype=dtype, device=buffer.device)
-    return tensor.set_(buffer.untyped_storage(), offset // dtype.itemsize, shape, strides[-len(shape) :] if shape else ())
+    return tensor.set_(
+        buffer.untyped_storage(), offset // dtype.itemsize, shape, strides[-len(shape) :] if shape else ()
+    )
 
 
 class Incoming:
@@ -163,7 +165,9 @@ def receive_tensors(
             for index, offset in zip(piece.indices, piece.offsets, strict=True):
                 tensors[index] = _part(memory, offset, specs[index].shape, specs[index].torch_dtype)
         requests.append(transport.irecv(memory, source, tag))
-    return Incoming([room(specs[i], device) if tensor is None else tensor for i, tensor in enumerate(tensors)], requests)
+    return Incoming(
+        [room(specs[i], device) if tensor is None else tensor for i, tensor in enumerate(tensors)], requests
+    )
 
 
 def send_spec(transport: Transport, spec: BoundarySpec, tag: int, outgoing: Outgoing) -> None:

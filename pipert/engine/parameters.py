@@ -8,6 +8,7 @@ from hashlib import blake2b
 
 from torch import nn
 
+from pipert.errors import PartitionError
 from pipert.graph.model_graph import ModelGraph
 from pipert.graph.stage import StageModule
 from pipert.scheduler.placement import Placement
@@ -61,6 +62,9 @@ class ParameterBook:
         graph: the whole model.
         modules: this rank's stages.
         ties: see `find_ties`.
+
+    Raises:
+        PartitionError: two stages of this rank hold a tied parameter as two objects.
     """
 
     def __init__(self, graph: ModelGraph, modules: Mapping[int, StageModule], ties: Sequence[Tie]) -> None:
@@ -74,7 +78,12 @@ class ParameterBook:
                 name = identities[path]
                 tie = tie_of.get(name)
                 counted = tie is None or ties[tie].stages[0] == stage
-                owned.setdefault(name, Owned(name, order[name], stage, parameter, counted, tie))
+                first = owned.setdefault(name, Owned(name, order[name], stage, parameter, counted, tie))
+                if first.parameter is not parameter:
+                    raise PartitionError(
+                        f"{path} in stage {stage} is tied to {name} in stage {first.stage} of the same rank, but is "
+                        "another object; keep tied parameters one object when stages are built"
+                    )
         self.owned: tuple[Owned, ...] = tuple(sorted(owned.values(), key=lambda entry: entry.order))
         self._ties = len(ties)
 

@@ -38,8 +38,8 @@ class Pipeline:
     """A model cut into stages over the ranks of a mesh, and the steps that train it.
 
     Every rank makes the same calls. The numbers are those of one process that accumulates the same micro-batches in
-    order: bitwise for pipelines alone, to rounding where gradients are summed over replicas or tied copies. A step leaves
-    gradients in the parameters' ``.grad``, added to what was there; the optimizer is yours.
+    order: bitwise for pipelines alone, to rounding where gradients are summed over replicas or tied copies. A step
+    leaves gradients in the parameters' ``.grad``, added to what was there; the optimizer is yours.
 
         mesh = pipert.Mesh.from_mpi(pp=4)
         pipe = pipert.Pipeline(model, loss_fn, mesh, schedule="1f1b", microbatches=8)
@@ -52,12 +52,14 @@ class Pipeline:
     refused on all ranks alike, before the first message. When an action fails on one rank, all ranks end.
 
     Args:
-        model: an ``nn.Sequential``, a module with a method ``blocks()``, or one that torch.fx can record. Parameters may
-            be on the meta device: then each rank makes those of its own stages only. Otherwise replicas get the weights
-            of the first one. Parameters stay the model's own (ranks that are threads and share a model get copies).
+        model: an ``nn.Sequential``, a module with a method ``blocks()``, or one that torch.fx can record. Parameters
+            may be on the meta device: then each rank makes those of its own stages only. Otherwise replicas get the
+            weights of the first one. Parameters stay the model's own (ranks that are threads and share a model get
+            copies).
         loss_fn: ``loss_fn(output, target)``, the mean over what ``count_fn`` counts.
         mesh: the ranks.
-        schedule: a name (``gpipe``, ``1f1b``, ``interleaved``), a `Schedule`, or a function (ranks, microbatches) -> Schedule.
+        schedule: a name (``gpipe``, ``1f1b``, ``interleaved``), a `Schedule`, or a function (ranks, microbatches) ->
+            Schedule.
         microbatches: into how many a batch is split, at most.
         chunks: stages a rank, for schedules by name.
         cuts: own cuts: the number of blocks of each stage, or the first block of each stage but the first.
@@ -111,7 +113,7 @@ class Pipeline:
 
         self.mesh = mesh
         self._settings, self._programs, traced = together(mesh.world, decide)
-        self.graph = weigh(traced, self._settings, mesh)
+        self.graph = weigh(traced, self._settings, mesh, self._programs.placement.num_stages)
         self.partition: Partition = together(mesh.world, self._cut)
         parts = build(traced, self.graph, self.partition.assignment, self._programs.placement, mesh, self._settings)
         self.proof: Proof = together(mesh.world, lambda: self._programs.proof(self._usual(parts.ties)))
@@ -125,7 +127,9 @@ class Pipeline:
 
     def _cut(self) -> Partition:
         placement = self._programs.placement
-        limits = [StageLimit(in_flight=live) for live in in_flight(self._programs.schedule(self._settings.microbatches))]
+        limits = [
+            StageLimit(in_flight=live) for live in in_flight(self._programs.schedule(self._settings.microbatches))
+        ]
         return partition_graph(self.graph, placement.num_stages, cuts=self._settings.cuts, limits=limits)
 
     def _usual(self, ties: Sequence[Any]) -> ProgramKey:
@@ -134,7 +138,9 @@ class Pipeline:
     def _stages(self) -> dict[int, Stage]:
         last, settings = self._programs.placement.num_stages - 1, self._settings
         return {
-            number: Stage(number, module, self._device, settings.recompute, settings.loss_fn if number == last else None)
+            number: Stage(
+                number, module, self._device, settings.recompute, settings.loss_fn if number == last else None
+            )
             for number, module in self._parts.modules.items()
         }
 
@@ -216,9 +222,10 @@ class Pipeline:
         return self.partition.table()
 
     def timeline(self) -> Timeline:
-        """When every action of the last step ran, on the ranks of this pipeline. Every rank calls it.
+        """When every action of the last `step` ran, on the ranks of this pipeline. Every rank calls it.
 
-        It has the same type as a simulated one: draw it, compare it. Waiting for messages is a gap before a computation.
+        It has the same type as a simulated one: draw it, compare it. Waiting for messages is a gap before a
+        computation.
 
         Raises:
             ConfigError: there was no step yet.

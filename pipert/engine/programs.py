@@ -70,8 +70,8 @@ class Programs:
         first = self._generate(microbatches)
         if first.placement.num_ranks != ranks:
             raise ConfigError(
-                f"the schedule {first.name} is for {first.placement.num_ranks} ranks, but pp = {ranks}; use a schedule for "
-                f"{ranks} ranks"
+                f"the schedule {first.name} is for {first.placement.num_ranks} ranks, but pp = {ranks}; use a "
+                f"schedule for {ranks} ranks"
             )
         self.placement: Placement = first.placement
         self.name = first.name
@@ -109,8 +109,9 @@ class Programs:
             schedule = self._generate(key.microbatches)
         if schedule.placement != self.placement:
             raise ConfigError(
-                f"the schedule for {key.microbatches} micro-batches places the stages on ranks {schedule.placement}, the "
-                f"model was built for {self.placement}; a schedule function must not change the placement"
+                f"the schedule for {key.microbatches} micro-batches places the stages on ranks "
+                f"{schedule.placement}, the model was built for {self.placement}; a schedule function must not "
+                "change the placement"
             )
         return lower(
             schedule,
@@ -126,25 +127,28 @@ class Programs:
         if isinstance(self._source, str):
             return generate(self._source, self._ranks, microbatches, self._chunks)
         if self._chunks != 1:
-            raise ConfigError(f"chunks = {self._chunks} goes with schedules by name; this schedule has its own placement")
+            raise ConfigError(
+                f"chunks = {self._chunks} goes with schedules by name; this schedule has its own placement"
+            )
         if callable(self._source):
             schedule = self._source(self._ranks, microbatches)
             if not isinstance(schedule, Schedule) or schedule.microbatches != microbatches:
                 raise ConfigError(
-                    f"the schedule function returned {schedule!r:.80} for {microbatches} micro-batches; it must return a "
-                    "Schedule for as many as it was asked for"
+                    f"the schedule function returned {schedule!r:.80} for {microbatches} micro-batches; it must "
+                    "return a Schedule for as many as it was asked for"
                 )
             return schedule
         if self._source.microbatches != microbatches:
             raise BatchError(
-                f"the schedule {self._source.name} is for {self._source.microbatches} micro-batches, not {microbatches}; use "
-                "a schedule's name or a function (ranks, microbatches) -> Schedule for other numbers"
+                f"the schedule {self._source.name} is for {self._source.microbatches} micro-batches, not "
+                f"{microbatches}; use a schedule's name or a function (ranks, microbatches) -> Schedule for "
+                "other numbers"
             )
         return self._source
 
 
 def forward_schedule(placement: Placement, microbatches: int) -> Schedule:
-    """A schedule of forwards alone, for any placement: micro-batches in groups of the number of ranks, stage by stage."""
+    """Forwards alone, for any placement: micro-batches in groups of the number of ranks, stage by stage."""
     group = placement.num_ranks
     order = sorted(
         ((stage, microbatch) for stage in range(placement.num_stages) for microbatch in range(microbatches)),

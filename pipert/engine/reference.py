@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipert.engine import batch as batches
-from pipert.engine.blocks import BlockRunner
+from pipert.engine.blocks import BlockRunner, uses_global_random
 from pipert.engine.loss import CountFunction, LossFunction, counts, default_count, weighted, weights
 from pipert.engine.result import StepResult
 from pipert.graph.stage import StageModule, stage_module
@@ -66,7 +66,7 @@ def reference_step(
         first += rows
         output = whole_model(inputs)
         if weight:
-            mean = loss_fn(output, target)
+            mean = runner.bound("loss", loss_fn, uses_global_random(loss_fn))(output, target)
             weighted(mean, weight).backward()  # type: ignore[no-untyped-call]
             loss += weight * float(mean.detach().double())
     return StepResult(loss, sum(counted), first, len(parts), step)

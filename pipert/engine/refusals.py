@@ -27,9 +27,8 @@ def encode(error: Refusal) -> tuple[str, str]:
 def decode(refusal: tuple[str, str], rank: int, ranks: int) -> Refusal:
     """The error that another rank found; it says which, unless there is only one."""
     name, message = refusal
-    kind = getattr(runtime_errors, name, None) or getattr(scheduler_errors, name, PipertError)
-    error: Refusal = kind(message if ranks == 1 else f"rank {rank}: {message}")
-    return error
+    kinds: dict[str, type[Refusal]] = {**vars(scheduler_errors), **vars(runtime_errors)}
+    return kinds.get(name, PipertError)(message if ranks == 1 else f"rank {rank}: {message}")
 
 
 def together(transport: Transport, work: Callable[[], _Result]) -> _Result:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +32,8 @@ from pipert.engine.structure import flatten
 from pipert.engine.timings import Timings
 from pipert.errors import ConfigError
 from pipert.randomness import Draw
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class Call:
 class Session:
     """Runs steps on one rank.
 
-    A step is: pull and split the batch where it is needed; the header's exchange, after which every rank knows the whole
-    step or raises the same refusal; the program's row; one exchange for the result.
+    A step is: pull and split the batch where it is needed; the header's exchange, after which every rank knows the
+    whole step or raises the same refusal; the program's row; one exchange for the result.
 
     Args:
         mesh: all ranks.
@@ -69,7 +71,7 @@ class Session:
         dynamic: sizes depend on data, so they travel with every micro-batch.
 
     Attributes:
-        timings: of the last step.
+        timings: of the last step with backwards.
     """
 
     def __init__(
@@ -102,13 +104,13 @@ class Session:
         if self._broken is not None:
             raise ConfigError(f"an earlier step of this pipeline failed ({self._broken!r:.200}); start the job again")
         report, inputs, targets = self._failing(lambda: self._prepare(source, call))
-        reports = [Report.decode(blob) for blob in self._mesh.world.exchange(report.encode())]
-        agreement = agree(reports, self._position)
+        blobs = self._failing(lambda: self._mesh.world.exchange(report.encode()))
+        agreement = agree([Report.decode(blob) for blob in blobs], self._position)
         executor = self._executor(agreement, call, report.pattern)
         data = self._data(agreement, call, inputs, targets)
-        return self._failing(lambda: self._run(executor, data, agreement, call, reports))
+        return self._failing(lambda: self._run(executor, data, agreement, call))
 
-    def _failing(self, work: Any) -> Any:
+    def _failing(self, work: Callable[[], _Result]) -> _Result:
         """Do some work; if it fails, the whole job does."""
         try:
             return work()
@@ -175,7 +177,9 @@ class Session:
         parts = self._parts
         trained = [entry for entry in parts.book if entry.parameter.requires_grad]
         reductions = {
-            stage: GradientSum([e.parameter for e in trained if e.stage == stage and e.tie not in live], self._mesh.dp_group)
+            stage: GradientSum(
+                [e.parameter for e in trained if e.stage == stage and e.tie not in live], self._mesh.dp_group
+            )
             for stage in self._stages
         }
         ties = {
@@ -202,11 +206,10 @@ class Session:
 
     # ---- the step --------------------------------------------------------------------------------------------------
 
-    def _run(
-        self, executor: Executor, data: StepData, agreement: Agreement, call: Call, reports: Sequence[Report]
-    ) -> StepResult:
+    def _run(self, executor: Executor, data: StepData, agreement: Agreement, call: Call) -> StepResult:
         sizes = self._sizes.step(agreement.keys)
-        self.timings = executor.run(data, sizes)
+        timings = executor.run(data, sizes)
+        self.timings = timings if call.training else self.timings
         self._sizes.learn(agreement.keys, sizes)
         if not agreement.total and call.training:
             self._nothing_counted(agreement)
@@ -236,8 +239,8 @@ class Session:
                 entry.parameter.grad = torch.zeros_like(entry.parameter)
         if self._mesh.world.rank == 0:
             warnings.warn(
-                f"the loss counts nothing in the whole batch ({agreement.total_samples} samples: every target is ignored); "
-                "loss and gradients are 0",
+                f"the loss counts nothing in the whole batch ({agreement.total_samples} samples: every target "
+                "is ignored); loss and gradients are 0",
                 stacklevel=2,
             )
 

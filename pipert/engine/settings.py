@@ -45,11 +45,13 @@ class Settings:
             choices = ", ".join(map(repr, get_args(Recompute)))
             raise ConfigError(f"recompute = {self.recompute!r} is none of {choices}")
         if not callable(self.loss_fn):
-            raise ConfigError(f"loss_fn = {self.loss_fn!r:.80} is not callable; pass a function (output, target) -> loss")
+            raise ConfigError(
+                f"loss_fn = {self.loss_fn!r:.80} is not callable; pass a function (output, target) -> loss"
+            )
         if isinstance(self.loss_fn, nn.Module) and any(p.requires_grad for p in self.loss_fn.parameters()):
             raise ConfigError(
-                f"loss_fn {type(self.loss_fn).__name__} has trainable parameters, which no stage would own; put them into "
-                "the model's last block"
+                f"loss_fn {type(self.loss_fn).__name__} has trainable parameters, which no stage would own; put "
+                "them into the model's last block"
             )
 
     def facts(self) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipert.engine.blocks import BlockRunner, recomputed
+from pipert.engine.blocks import BlockRunner, recomputed, uses_global_random
 from pipert.engine.boundary import Entry, Handover
 from pipert.engine.loss import LossFunction, weighted
 from pipert.errors import ConfigError
@@ -47,8 +47,9 @@ class StepData:
 class Stage:
     """Consecutive blocks of the model.
 
-    A micro-batch is *live* here from its forward to its backward. Until then the stage keeps its autograd graph alone (as
-    `GradientEdge`, not as tensors): what it sent on is freed as soon as it has left, unless the graph itself needs it.
+    A micro-batch is *live* here from its forward to its backward. Until then the stage keeps its autograd graph alone
+    (as `GradientEdge`, not as tensors): what it sent on is freed as soon as it has left, unless the graph itself
+    needs it.
 
     Args:
         index: which stage.
@@ -76,6 +77,7 @@ class Stage:
         self._recompute_all = recompute == "full"
         self._runner = BlockRunner({b.name: b.module for b in module.blocks}, device, recompute == "block")
         self._loss_fn = loss_fn
+        self._loss_draws = uses_global_random(loss_fn)
         self._anchor = torch.zeros((), requires_grad=True)
         self._memories: frozenset[int] = frozenset()
         self._step = StepData(False, 0, (), ())
@@ -139,12 +141,13 @@ class Stage:
         weight = step.weights[microbatch]
         if not weight:
             return []
-        root = weighted(loss := self._loss_fn(output, step.targets[microbatch]), weight)
+        loss = self._runner.bound("loss", self._loss_fn, self._loss_draws)(output, step.targets[microbatch])
+        root = weighted(loss, weight)
         step.losses[microbatch] = loss.detach()
         if self._recording and not root.requires_grad:
             raise ConfigError(
-                f"the loss of micro-batch {microbatch} depends on no trainable parameter, although there are some; do not "
-                "detach the output, or freeze all parameters"
+                f"the loss of micro-batch {microbatch} depends on no trainable parameter, although there are "
+                "some; do not detach the output, or freeze all parameters"
             )
         return [root]
 
@@ -167,7 +170,8 @@ class Stage:
         """
         live = self.live.pop(microbatch)
         if live.edges and self._step.weights[microbatch]:
-            torch.autograd.backward(live.edges, gradients or live.seeds)
+            with torch.autocast(self.device.type, enabled=False):  # what runs backward has its types from the forward
+                torch.autograd.backward(live.edges, gradients or live.seeds)
         return [_unshared(gradient) for gradient in live.entry.gradients(self.device)] if live.entry else []
 
 
@@ -193,8 +197,8 @@ def _memory(tensor: torch.Tensor) -> int:
 def _unshared(gradient: torch.Tensor) -> torch.Tensor:
     """A gradient in memory of its own.
 
-    autograd may give one piece of memory to an input's gradient and to a parameter's (``x + p.view(…)``), and adds to the
-    latter in place in the next micro-batch, when the former may not have been sent yet.
+    autograd may give one piece of memory to an input's gradient and to a parameter's (``x + p.view(…)``), and adds to
+    the latter in place in the next micro-batch, when the former may not have been sent yet.
     """
     references = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
     return gradient if references <= _SOLE_OWNER else gradient.clone()
@@ -202,4 +206,3 @@ def _unshared(gradient: torch.Tensor) -> torch.Tensor:
 
 #: References to the memory of a tensor that nobody else uses: the tensor's own and the one through which we look.
 _SOLE_OWNER = 2
-

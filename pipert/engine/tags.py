@@ -1,4 +1,4 @@
-"""Message tags: the running number of a message on its way from one rank to another, counted in the sender's program."""
+"""Message tags: the running number of a message from one rank to another, counted in the sender's program."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ def _check_order(numbers: Codes, receives: Codes, bound: int) -> None:
         if len(wrong):
             first = Action.from_code(int(receives[tag == numbers % bound][wrong[0]]))
             raise ConfigError(
-                f"{len(numbers)} messages between two ranks, but only {bound} tags: {first} could get another message; use "
-                "fewer micro-batches in a step, or a transport with more tags"
+                f"{len(numbers)} messages between two ranks, but only {bound} tags: {first} could get another message; "
+                "use fewer micro-batches in a step, or a transport with more tags"
             )

@@ -17,7 +17,18 @@ from pipert.comm.mesh import Mesh
 from pipert.engine.batch import INPUTS, TARGETS, samples, split
 from pipert.engine.pipeline import Pipeline
 from pipert.errors import BatchError, EndOfData
-from tests.engine.world import assert_same, gpt, parts, run_pipeline, run_plain, token_loss, tokens, tower, vectors
+from tests.engine.world import (
+    ADAMW,
+    assert_same,
+    gpt,
+    parts,
+    run_pipeline,
+    run_plain,
+    token_loss,
+    tokens,
+    tower,
+    vectors,
+)
 
 
 def test_a_batch_is_split_as_tensor_split_does() -> None:
@@ -154,7 +165,9 @@ def test_a_model_with_several_arguments_takes_a_tuple_of_inputs() -> None:
     model = TwoInputs().double()
     (x, y), (shift, _) = vectors(6), vectors(6, seed=1)
     mine = run_pipeline(model, F.mse_loss, [[((x, shift), y)]], 2, microbatches=3)
-    plain = run_plain(_Unpacked(model), F.mse_loss, [[[((x[i : i + 2], shift[i : i + 2]), y[i : i + 2]) for i in (0, 2, 4)]]])
+    plain = run_plain(
+        _Unpacked(model), F.mse_loss, [[[((x[i : i + 2], shift[i : i + 2]), y[i : i + 2]) for i in (0, 2, 4)]]]
+    )
     plain.gradients = {name.removeprefix("model."): g for name, g in plain.gradients.items()}
     plain.weights = {name.removeprefix("model."): w for name, w in plain.weights.items()}
     assert_same(mine, plain)
@@ -167,3 +180,38 @@ class _Unpacked(nn.Module):
 
     def forward(self, value: Any) -> Any:
         return self.model(*value)
+
+
+class Skip(nn.Module):
+    """Adds the output of block 1 into block 6."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = x
+        for index, layer in enumerate(self.layers):
+            x = layer(x + kept if index == 6 else x)
+            if index == 1:
+                kept = x
+        return x
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "pp"), [("1f1b", 1, 4), ("gpipe", 1, 2), ("interleaved", 2, 2)])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_skip_edge_over_several_stages_keeps_the_numbers(schedule: str, chunks: int, pp: int, recompute: str) -> None:
+    torch.manual_seed(0)
+    model, batches = Skip().double(), [vectors(6, seed=seed) for seed in range(3)]
+    mine = run_pipeline(
+        model,
+        F.mse_loss,
+        [[batch] for batch in batches],
+        pp,
+        schedule=schedule,
+        chunks=chunks,
+        microbatches=3,
+        recompute=recompute,
+        optimizer=ADAMW,
+    )
+    assert_same(mine, run_plain(model, F.mse_loss, [[parts(b, 3)] for b in batches], optimizer=ADAMW))

@@ -209,9 +209,7 @@ def test_a_gradient_in_the_memory_of_a_parameters_gradient_is_sent_as_it_was(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), Shift(), nn.Tanh()).double()
     batch = vectors(8)
-    mine = run_pipeline(
-        model, F.mse_loss, [[batch]], pp, schedule=schedule, chunks=chunks, microbatches=4, cuts=[1, 2]
-    )
+    mine = run_pipeline(model, F.mse_loss, [[batch]], pp, schedule=schedule, chunks=chunks, microbatches=4, cuts=[1, 2])
     assert_same(mine, run_plain(model, F.mse_loss, [[parts(batch, 4)]]), 0)
 
 
@@ -257,7 +255,9 @@ def test_sizes_that_depend_on_data_need_dynamic_and_are_refused_otherwise(dynami
     if dynamic:
         assert_same(run(), run_plain(model, sum_loss, [[parts(b, 4)] for b in batches]), 0)
     else:
-        with pytest.raises(BoundaryError, match=r"stage 0, micro-batch \d: the output is float64\[\d, 6\] .*dynamic=True"):
+        with pytest.raises(
+            BoundaryError, match=r"stage 0, micro-batch \d: the output is float64\[\d, 6\] .*dynamic=True"
+        ):
             run()
 
 

@@ -17,7 +17,7 @@ from pipert.comm.mesh import Mesh
 from pipert.engine.pipeline import Pipeline
 from pipert.engine.programs import forward_schedule
 from pipert.scheduler.generators.registry import generate
-from tests.engine.world import SCHEDULES, SGD, assert_same, merge, Outcome, parts, run_plain, tower, vectors
+from tests.engine.world import SCHEDULES, SGD, Outcome, assert_same, merge, parts, run_plain, tower, vectors
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)

@@ -110,7 +110,7 @@ def test_a_lost_message_is_a_hang_that_names_the_action_that_waits() -> None:
         pipe = Pipeline(copy.deepcopy(blocks(Residual(6))), F.mse_loss, Mesh.local(pp=4), microbatches=2)
         return pipe.step(vectors(4))
 
-    with pytest.raises(HangError, match="2RECV_F1|2RECV_META1"):
+    with pytest.raises(HangError, match=r"2RECV_F1|2RECV_META1"):
         run_ranks(4, rank, faults=Faults(drop=((1, 2, 2),)), deadline=5.0)
 
 

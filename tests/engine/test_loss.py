@@ -202,8 +202,20 @@ def test_the_reference_run_is_plain_torch(dp: int) -> None:
     assert_same(merge([mine]), plain, 0)
 
 
+class Exact(nn.Module):
+    """A block that leaves autocast for a product in full precision, and so must its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 36).view(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return x.float() @ self.weight.float()
+
+
 def test_a_step_under_autocast_is_one_process_under_autocast() -> None:
-    model = tower(5).float()
+    model = nn.Sequential(tower(3), Exact(), tower(2)).float()
     batch = tuple(tensor.float() for tensor in vectors(4))
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -108,6 +108,17 @@ def test_masks_differ_between_layers_samples_steps_and_replicas() -> None:
             assert float((mask == other).float().mean()) == pytest.approx(0.5, abs=0.05)
 
 
+def noisy_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(F.dropout(output, 0.5), target)
+
+
+def test_a_loss_that_draws_random_numbers_draws_the_same_in_every_layout() -> None:
+    model, replicas = foreign(4), [vectors(3, seed=1), vectors(2, seed=2)]
+    mine = run_pipeline(model, noisy_loss, [replicas], 2, 2, microbatches=2, seed=5)
+    mine.norms = []
+    assert_same(mine, reference(model, noisy_loss, replicas, 2, 1))
+
+
 def test_the_callers_generator_is_neither_read_nor_moved() -> None:
     model = foreign(4)
     losses = []

@@ -78,7 +78,9 @@ def test_a_schedule_with_split_backwards_is_refused_by_name() -> None:
 
 
 def test_a_model_that_is_not_a_chain_of_blocks_is_refused() -> None:
-    everywhere(2, lambda t: Pipeline(nn.ModuleList([nn.Linear(2, 2)]), F.mse_loss, Mesh.local(pp=2)), GraphError, "order")
+    everywhere(
+        2, lambda t: Pipeline(nn.ModuleList([nn.Linear(2, 2)]), F.mse_loss, Mesh.local(pp=2)), GraphError, "order"
+    )
 
 
 def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
@@ -136,7 +138,9 @@ def test_a_wrong_batch_on_one_replica_is_refused_by_all() -> None:
 
 def test_ranks_in_different_calls_find_out() -> None:
     act = lambda pipe: (pipe.step if pipe.mesh.rank else pipe.eval_step)(tokens(4))  # noqa: E731
-    everywhere(2, steps(2, 1, act), ConfigError, "rank 0 is in eval_step, rank 1 in step; every rank must make the same")
+    everywhere(
+        2, steps(2, 1, act), ConfigError, "rank 0 is in eval_step, rank 1 in step; every rank must make the same"
+    )
 
 
 def test_autocast_on_one_rank_only_is_found() -> None:
@@ -184,9 +188,7 @@ def test_a_refused_step_changes_nothing_and_the_next_one_works() -> None:
 
 def test_a_schedule_that_has_no_program_for_a_batch_is_refused_before_it_runs() -> None:
     def work(transport: Any) -> None:
-        pipe = Pipeline(
-            tower(8), F.mse_loss, Mesh.local(pp=2), schedule=generate("1f1b", 2, 4), microbatches=4
-        )
+        pipe = Pipeline(tower(8), F.mse_loss, Mesh.local(pp=2), schedule=generate("1f1b", 2, 4), microbatches=4)
         pipe.step([vectors(1)] * 3)
 
     everywhere(2, work, (BatchError, ScheduleError), "is for 4 micro-batches, not 3")  # type: ignore[arg-type]

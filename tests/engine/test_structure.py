@@ -75,7 +75,9 @@ def test_a_post_init_does_not_run_a_second_time() -> None:
 
 
 def test_a_value_that_cannot_cross_is_refused_with_its_class_and_a_remedy() -> None:
-    with pytest.raises(BoundaryError, match=r"builtins\.set cannot cross a stage boundary; pass tensors and plain data"):
+    with pytest.raises(
+        BoundaryError, match=r"builtins\.set cannot cross a stage boundary; pass tensors and plain data"
+    ):
         flatten((torch.ones(1), {1, 2}))
     with pytest.raises(BoundaryError, match=r"dict key \(1, 2\)"):
         flatten({(1, 2): torch.ones(1)})

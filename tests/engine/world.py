@@ -178,7 +178,8 @@ def close(tensor: torch.Tensor, wanted: torch.Tensor, tolerance: float, what: st
         torch.testing.assert_close(tensor, wanted, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
 
 
-# ---- models and data ----------------------------------------------------------------------------------------------------
+# ---- models and data
+# ----------------------------------------------------------------------------------------------------
 
 
 def tower(blocks: int, width: int = 6, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Sequential:
