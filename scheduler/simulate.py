@@ -23,7 +23,8 @@ def simulate(target: Schedule | Program, costs: Costs, *, blocking: bool = False
     A schedule's action starts when its rank is free and its needs are there; a value from another rank is there
     ``costs.comm`` after it was made, and computing goes on meanwhile. A program runs by its own semantics: a message
     starts when both ends have posted it (a buffered one as soon as it is sent) and lasts ``costs.comm``; what is
-    queued behind it waits; a blocking end holds its rank; collectives take ``costs.reduce`` and ``costs.tie``.
+    queued behind it waits; a blocking end holds its rank; collectives take ``costs.reduce`` and ``costs.tie`` (the
+    longest of its stages).
 
     Args:
         target: the schedule, or the program.

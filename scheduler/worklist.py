@@ -208,18 +208,23 @@ def play_program(  # noqa: C901, PLR0915
                     if buffered and (kind == 4 or kind == 6 or kind == 8):
                         ends[one] = begins[one]
                         finished.append(one)
-                    seconds = durations[kind * stages + (codes[one] >> 36)]
+                    seconds = 0.0
                     latest = 0.0
+                    ready = 0.0
                     other = one
                     while ends[other] != -2.0:
                         kind = codes[other] >> 28 & 255
-                        travels = not buffered or not (kind == 5 or kind == 7 or kind == 9)
-                        latest = max(latest, begins[other] + (seconds if travels else 0.0))
+                        seconds = max(seconds, durations[kind * stages + (codes[other] >> 36)])
+                        if buffered and (kind == 5 or kind == 7 or kind == 9):
+                            ready = begins[other]  # the message has been on its way since it was sent
+                        else:
+                            latest = max(latest, begins[other])
                         other = ring[other]
                         if other == one:
                             break
                     if ends[other] == -2.0:
                         continue
+                    latest = max(latest + seconds, ready)
                     while True:
                         if ends[other] == -1.0:
                             ends[other] = latest
