@@ -50,8 +50,11 @@ def _in_order(target: Schedule | Program, width: int, colours: bool) -> Iterator
     for name, row, whole in zip(names, rows, target.rows, strict=True):
         shown = row if len(whole) <= fits else row[: fits - 1]
         stages = sorted(set(whole.stages.tolist()))
-        words = [_painted(f"{action!s:<{cell}}", action, stages, target.microbatches, colours) for action in shown]
-        yield f"{name}│{''.join(words)}{'…' if len(shown) < len(whole) else ''}".rstrip()
+        cells = [
+            _painted(word, action, stages, target.microbatches, colours) + " " * (cell - len(word))
+            for action, word in zip(shown, map(str, shown), strict=True)
+        ]
+        yield f"{name}│{''.join(cells)}{'…' if len(shown) < len(whole) else ''}".rstrip()
 
 
 class _Bar(NamedTuple):
