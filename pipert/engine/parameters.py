@@ -84,6 +84,8 @@ class ParameterBook:
                         f"{path} in stage {stage} is tied to {name} in stage {first.stage} of the same rank, but is "
                         "another object; keep tied parameters one object when stages are built"
                     )
+        self._names = "\n".join(sorted(owned)).encode()
+        self._stages = {stage: tuple(module.parameters()) for stage, module in modules.items()}
         self.owned: tuple[Owned, ...] = tuple(sorted(owned.values(), key=lambda entry: entry.order))
         self._ties = len(ties)
 
@@ -92,12 +94,12 @@ class ParameterBook:
 
     def pattern(self) -> str:
         """Digest of which parameters are trainable now."""
-        flags = "".join(f"{entry.name}={entry.parameter.requires_grad};" for entry in self.owned)
-        return blake2b(flags.encode(), digest_size=8).hexdigest()
+        flags = bytes(entry.parameter.requires_grad for entry in self.owned)
+        return blake2b(self._names + flags, digest_size=8).hexdigest()
 
-    def trainable_stages(self, stages: Mapping[int, StageModule]) -> tuple[int, ...]:
+    def trainable_stages(self) -> tuple[int, ...]:
         """Which of this rank's stages hold a trainable parameter now."""
-        return tuple(s for s, module in stages.items() if any(p.requires_grad for p in module.parameters()))
+        return tuple(stage for stage, held in self._stages.items() if any(p.requires_grad for p in held))
 
     def tie_flags(self) -> tuple[bool | None, ...]:
         """For each tie whether it is trainable here; None where this rank has no copy."""

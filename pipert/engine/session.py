@@ -140,7 +140,7 @@ class Session:
                 signatures=tuple(map(signature, inputs)),
                 samples=tuple(map(batches.samples, inputs)),
                 counts=counts(targets, self._count_fn) if counted else None,
-                trainable=book.trainable_stages(self._parts.modules),
+                trainable=book.trainable_stages(),
                 pattern=book.pattern(),
                 ties=book.tie_flags(),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,6 +43,10 @@ class StepData:
     targets: list[Any] = field(default_factory=list)
     losses: list[torch.Tensor | None] = field(default_factory=list)
     outputs: list[Any] | None = None
+
+
+#: References to the memory of a tensor that nobody else uses: the tensor's own and the one through which we look.
+_SOLE_OWNER = 2
 
 
 class Stage:
@@ -170,7 +175,7 @@ class Stage:
         """
         live = self.live.pop(microbatch)
         if live.edges and self._step.weights[microbatch]:
-            with torch.autocast(self.device.type, enabled=False):  # what runs backward has its types from the forward
+            with _outside_autocast(self.device.type):
                 torch.autograd.backward(live.edges, gradients or live.seeds)
         return [_unshared(gradient) for gradient in live.entry.gradients(self.device)] if live.entry else []
 
@@ -190,6 +195,11 @@ class _Live:
     seeds: list[torch.Tensor]
 
 
+def _outside_autocast(device: str) -> AbstractContextManager[None]:
+    """A backward computes in the types of its forward, also where a block had left autocast."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -202,7 +212,3 @@ def _unshared(gradient: torch.Tensor) -> torch.Tensor:
     """
     references = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
     return gradient if references <= _SOLE_OWNER else gradient.clone()
-
-
-#: References to the memory of a tensor that nobody else uses: the tensor's own and the one through which we look.
-_SOLE_OWNER = 2

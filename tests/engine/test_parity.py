@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,12 +13,20 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipert.comm.faults import Faults
+from pipert.comm.local import run_ranks
+from pipert.comm.mesh import Mesh
+from pipert.engine.pipeline import Pipeline
+from pipert.scheduler.action import Action, Kind
+from pipert.scheduler.placement import Placement
+from pipert.scheduler.schedule import Schedule
 from tests.engine.world import (
     ADAMW,
     SCHEDULES,
     SGD,
+    Outcome,
     assert_same,
     gpt,
+    merge,
     parts,
     run_pipeline,
     run_plain,
@@ -71,6 +80,42 @@ def test_replicas_agree_with_one_process(tied: bool) -> None:
     mine = run_pipeline(model, token_loss, steps, 2, 2, optimizer=ADAMW, microbatches=2)
     plain = [[parts(batch, 2) for batch in step] for step in steps]
     assert_same(mine, run_plain(model, token_loss, plain, optimizer=ADAMW))
+
+
+def down_and_up(ranks: int, microbatches: int) -> Schedule:
+    """Stages down the ranks and up again; one micro-batch after another."""
+    placement = Placement.v(ranks)
+    stages = range(placement.num_stages)
+    order = [
+        action
+        for m in range(microbatches)
+        for action in (*(Action(s, Kind.F, m) for s in stages), *(Action(s, Kind.B, m) for s in reversed(stages)))
+    ]
+    rows = ([action for action in order if placement.owners[action.stage] == rank] for rank in range(ranks))
+    return Schedule.of("down and up", placement, microbatches, rows)
+
+
+def test_stages_that_go_down_and_up_hand_over_on_their_rank_without_a_message() -> None:
+    model, batch = gpt(tied=True, layers=6), tokens(4)
+    copies = [copy.deepcopy(model) for _ in range(4)]
+
+    def rank(transport: Any) -> tuple[Outcome, int, int]:
+        pipe = Pipeline(copies[transport.rank], token_loss, Mesh.local(pp=4), schedule=down_and_up, microbatches=2)
+        pipe.step(batch if transport.rank == 0 else None)  # rank 0 has the first stage and the loss
+        before = pipe.mesh.pp_group.counters.messages["send"]  # type: ignore[attr-defined]
+        outcome = Outcome([pipe.step(batch if transport.rank == 0 else None)])
+        sent = pipe.mesh.pp_group.counters.messages["send"] - before  # type: ignore[attr-defined]
+        outcome.gradients = {name: p.grad for name, p in pipe.named_parameters()}
+        return outcome, sent, len(list(pipe.parameters()))
+
+    found = run_ranks(4, rank)
+    assert [sent for _, sent, _ in found] == [2 * 2, 4 * 2, 4 * 2, 2 * 2]
+    mine = merge([outcome for outcome, _, _ in found])
+    plain = run_plain(model, token_loss, [[parts(batch, 2)]] * 2)
+    assert mine.results[0].loss == pytest.approx(plain.results[0].loss, rel=1e-12)
+    for name, gradient in plain.gradients.items():
+        assert gradient is not None
+        torch.testing.assert_close(mine.gradients[name], gradient, rtol=1e-10, atol=1e-12)
 
 
 @st.composite
