@@ -60,8 +60,8 @@ def _owners(graph: fx.Graph, calls: Sequence[fx.Node]) -> dict[fx.Node, int]:
     """Which block computes each node; -1 for the model's inputs. Attributes have no owner: every block has its own.
 
     A loose operation (a residual, a sum with a skip edge) joins the block that made its inputs where that brings no new
-    value into that block, and so does a question about sizes; otherwise it joins the first block that needs it. Where
-    something changes in place, order matters and each joins the block called last before it.
+    value into that block; otherwise the first block that needs it. Where something changes in place, order matters and
+    each joins the block called last before it.
     """
     place = {call: i for i, call in enumerate(calls)}
     needed = _first_need(graph, place)
@@ -82,7 +82,7 @@ def _owners(graph: fx.Graph, calls: Sequence[fx.Node]) -> dict[fx.Node, int]:
             owner = latest = place[node]
         elif ordered:
             owner = latest
-        elif node not in needed or _is_size(node) or brings_nothing:
+        elif node not in needed or brings_nothing:
             owner = producer
         else:
             owner = needed[node]
@@ -100,16 +100,6 @@ def _first_need(graph: fx.Graph, place: Mapping[fx.Node, int]) -> dict[fx.Node, 
             if users:
                 needed[node] = min(users)
     return needed
-
-
-def _is_size(node: fx.Node) -> bool:
-    """Whether a node asks a tensor for its sizes or kind, or computes with such answers."""
-    if node.op == "call_method":
-        return node.target in ("size", "dim", "numel")
-    if node.target is getattr:
-        return node.args[1] in ("shape", "ndim", "device", "dtype")
-    sources = node.all_input_nodes
-    return getattr(node.target, "__module__", "") == "_operator" and bool(sources) and all(map(_is_size, sources))
 
 
 def _part(nodes: Sequence[fx.Node]) -> tuple[Wire, fx.Graph]:

@@ -87,6 +87,37 @@ class Shared(nn.Module):
         return x
 
 
+class Early(nn.Module):
+    """Returns a value of its first layer beside the last one."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        hidden = []
+        for layer in self.layers:
+            x = layer(x)
+            hidden.append(x)
+        return {"last": x, "early": [hidden[0], (hidden[2],)], "kind": "toy"}
+
+
+class InPlace(nn.Module):
+    """Changes a value in place between its uses, and has another name for the change."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](a)
+        y = x * b  # before the change
+        x.add_(1.0)
+        x = self.layers[2](self.layers[1](x))
+        x += 2.0
+        return self.layers[3](x + y)
+
+
 class Spread(nn.Module):
     """Takes and gives a dict, with ids, a mask and an empty tensor on the way."""
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from pipert.errors import GraphError
 from pipert.graph import StageModule, TracedModel, stage_module, trace
-from tests.graph.models import Layer, Shared, Skipping, Towers, nested, nested_input
+from tests.graph.models import Early, InPlace, Layer, Shared, Skipping, Towers, nested, nested_input
 
 Assignment = list[list[str]]
 
@@ -61,6 +61,22 @@ def test_stages_of_a_middle_cut_hand_over_the_values_alive_there() -> None:
         value = stage_module(traced, stage, assignment)(value)
         kinds.append(len(value) if isinstance(value, tuple) else "one")
     assert kinds == [2, 2, "one"], "the skip value rides along until layers.6 has used it"
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (2,), (1, 2, 3)])
+def test_values_that_only_the_output_needs_live_until_the_last_stage(cuts: tuple[int, ...]) -> None:
+    model = Early().double()
+    traced = trace(model)
+    x = torch.randn(3, 8).double()
+    same(model, traced, assign(list(traced.blocks), cuts), x, model(x))
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (2,), (3,), (1, 2, 3)])
+def test_changes_in_place_between_blocks_keep_their_order(cuts: tuple[int, ...]) -> None:
+    model = InPlace().double()
+    traced = trace(model)
+    inputs = torch.randn(3, 8).double(), torch.randn(3, 8).double()
+    same(model, traced, assign(list(traced.blocks), cuts), inputs, model(*inputs))
 
 
 @settings(max_examples=40, deadline=None)

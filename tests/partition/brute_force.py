@@ -24,18 +24,22 @@ def rank(costs: Sequence[float], assignment: Sequence[Sequence[int]]) -> tuple[f
     return max(sums), sum((s - mean) ** 2 for s in sums)
 
 
-def keeps(graph: ModelGraph, assignment: Sequence[Sequence[int]], limits: Sequence[StageLimit], state: float) -> bool:
-    """Whether every stage keeps its limit, counted block by block and tied parameters once."""
+def keeps(graph: ModelGraph, assignment: Sequence[Sequence[int]], limits: Sequence[StageLimit]) -> bool:
+    """Whether every stage keeps its limit."""
     for stage, limit in zip(assignment, limits, strict=True):
         if limit.blocks is not None and len(stage) > limit.blocks:
             return False
-        if limit.memory is not None:
-            blocks = [graph.blocks[i] for i in stage]
-            sizes = {p.identity: p.nbytes for b in blocks for p in b.parameters}
-            kept = sum(limit.in_flight * (b.activation_bytes or 0) + b.buffer_bytes for b in blocks)
-            if sum(state * size for size in sizes.values()) + kept > limit.memory:
-                return False
+        if limit.memory is not None and taken(graph, stage, limit.in_flight) > limit.memory:
+            return False
     return True
+
+
+def taken(graph: ModelGraph, stage: Sequence[int], in_flight: int, state: int = 4) -> int:
+    """Bytes of a stage, counted block by block and tied parameters once."""
+    blocks = [graph.blocks[i] for i in stage]
+    sizes = {p.identity: p.nbytes for b in blocks for p in b.parameters}
+    kept = sum(in_flight * (b.activation_bytes or 0) + b.buffer_bytes for b in blocks)
+    return state * sum(sizes.values()) + kept
 
 
 def best(

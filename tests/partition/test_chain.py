@@ -59,6 +59,11 @@ def test_spread_is_least_after_the_bottleneck_is() -> None:
     assert counts([2.0, 2.0, 2.0, 2.0, 2.0, 9.0], 3) == [3, 2, 1]
 
 
+def test_the_bottleneck_comes_before_the_spread() -> None:
+    # 3 | 5 2 | 3 4 has the least maximum, 7; 8 | 5 | 4 would spread less around the mean.
+    assert counts([3.0, 5.0, 2.0, 3.0, 4.0], 3) == [1, 2, 2]
+
+
 COSTS = st.one_of(
     st.lists(st.integers(0, 9).map(float), min_size=1, max_size=10),
     st.lists(st.floats(0, 1e3, allow_subnormal=False), min_size=1, max_size=10),

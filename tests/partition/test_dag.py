@@ -2,9 +2,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
+
 from pipert.graph import INPUT, OUTPUT, Block, Edge, ModelGraph
-from pipert.partition import partition_graph
-from pipert.partition.dag import downsets, is_total_order
+from pipert.partition import StageLimit, chain_cuts, partition_graph
+from pipert.partition.dag import dag_cuts, downsets, is_total_order
+from pipert.partition.limits import Memory
 
 
 def graph(costs: dict[str, float], edges: str) -> ModelGraph:
@@ -39,6 +42,17 @@ def test_branches_are_put_side_by_side_where_no_order_of_the_model_would() -> No
     assert found.bottleneck == 8.0
     assert found.method == "exact over 11 downsets"
     assert found.assignment == (("a", "b1", "b2"), ("c1", "c2", "d")) or found.bottleneck == 8.0
+
+
+def test_the_search_over_downsets_cuts_a_row_as_the_chain_search_does() -> None:
+    random = np.random.default_rng(3)
+    rows = [[3.0, 5.0, 2.0, 3.0, 4.0], *(random.integers(1, 7, random.integers(4, 9)).astype(float) for _ in range(40))]
+    for costs in rows:
+        model = ModelGraph.chain(Block(f"b{i}", forward=c, backward=0.0) for i, c in enumerate(costs))
+        for stages in (2, 3, 4):
+            found, method = dag_cuts(model, list(costs), stages, [StageLimit()] * stages, Memory(model))
+            assert method == f"exact over {len(costs) + 1} downsets"
+            assert np.cumsum([0, *map(len, found)]).tolist() == chain_cuts(list(costs), stages)
 
 
 def test_a_row_with_skip_edges_has_one_order_and_is_cut_as_a_chain() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipert.errors import PartitionError
 from pipert.graph import Block, Edge, ModelGraph, ParameterSpec
 from pipert.partition import StageLimit, partition_graph
-from tests.partition.brute_force import best, chains, dags, keeps, rank
+from tests.partition.brute_force import best, chains, dags, keeps, rank, taken
 
 
 def block(name: str, cost: float = 1.0, numel: int = 0, tied: str | None = None, kept: int | None = 0) -> Block:
@@ -22,7 +22,7 @@ def block(name: str, cost: float = 1.0, numel: int = 0, tied: str | None = None,
 def graphs(draw: st.DrawFn, branches: bool) -> ModelGraph:
     n = draw(st.integers(1, 7 if branches else 9))
     names = [f"b{i}" for i in range(n)]
-    tied = st.sampled_from([None, None, "embedding", "bias"])
+    tied = st.sampled_from([None, "embedding", "bias"])
     cost, numel, kept = st.integers(0, 9), st.integers(0, 20), st.integers(0, 60)
     blocks = tuple(block(m, float(draw(cost)), draw(numel), draw(tied), draw(kept)) for m in names)
     if not branches:
@@ -32,14 +32,29 @@ def graphs(draw: st.DrawFn, branches: bool) -> ModelGraph:
     return ModelGraph(blocks, tuple(Edge(names[i], names[j]) for i, j in sorted(chosen)), "given")
 
 
-def limits(stages: int) -> st.SearchStrategy[list[StageLimit]]:
+@st.composite
+def limits(draw: st.DrawFn, graph: ModelGraph, stages: int) -> list[StageLimit]:
+    """None, one for all, or one each; memory is often just what some partition takes, or a byte less."""
     memory = st.one_of(st.none(), st.integers(0, 900))
     one = st.builds(StageLimit, memory, st.integers(0, 4), st.one_of(st.none(), st.integers(1, 4)))
-    return st.one_of(
-        st.just([StageLimit()] * stages),
-        one.map(lambda limit: [limit] * stages),
-        st.lists(one, min_size=stages, max_size=stages),
-    )
+    kind = draw(st.sampled_from(["none", "all", "each", "tight", "tight for all"]))
+    if kind == "none":
+        return [StageLimit()] * stages
+    if kind == "all":
+        return [draw(one)] * stages
+    if kind == "each":
+        return draw(st.lists(one, min_size=stages, max_size=stages))
+    n = len(graph.blocks)
+    cuts = sorted(draw(st.permutations(range(1, n)))[: stages - 1])
+    places = [0, *cuts, n]
+    flights = draw(st.lists(st.integers(0, 4), min_size=stages, max_size=stages))
+    if kind == "tight for all":
+        flights = flights[:1] * stages
+    takes = [taken(graph, range(places[s], places[s + 1]), flights[s]) for s in range(stages)]
+    if kind == "tight for all":
+        takes = [max(takes)] * stages
+    less = draw(st.sampled_from([0, 0, 0, 1]))
+    return [StageLimit(max(0, take - less), flight) for take, flight in zip(takes, flights, strict=True)]
 
 
 @settings(max_examples=300, deadline=None)
@@ -47,17 +62,17 @@ def limits(stages: int) -> st.SearchStrategy[list[StageLimit]]:
 def test_random_models_under_random_limits_are_cut_as_well_as_any_cut(branches: bool, data: st.DataObject) -> None:
     graph = data.draw(graphs(branches))
     stages = data.draw(st.integers(1, min(4, len(graph.blocks))))
-    bounds = data.draw(limits(stages))
+    bounds = data.draw(limits(graph, stages))
     costs = [b.cost or 0.0 for b in graph.blocks]
     all_of_them = dags(graph, stages) if branches else chains(len(costs), stages)
-    wanted = best(costs, all_of_them, lambda assignment: keeps(graph, assignment, bounds, 4.0))
+    wanted = best(costs, all_of_them, lambda assignment: keeps(graph, assignment, bounds))
     if wanted[0] == inf:
         with pytest.raises(PartitionError, match="keeps the limits"):
             partition_graph(graph, stages, limits=bounds)
         return
     found = partition_graph(graph, stages, limits=bounds)
     assignment = [[graph.index[name] for name in names] for names in found.assignment]
-    assert keeps(graph, assignment, bounds, 4.0)
+    assert keeps(graph, assignment, bounds)
     assert sorted(i for part in assignment for i in part) == list(range(len(costs)))
     assert rank(costs, assignment) == pytest.approx(wanted, abs=1e-6)
     assert (found.bottleneck, found.spread) == pytest.approx(wanted, abs=1e-6)
