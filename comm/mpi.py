@@ -50,17 +50,18 @@ class MpiTransport(Transport):
         for each in (self._comm, self._collective_comm):
             each.Set_errhandler(mpi.ERRORS_RETURN)
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self.tag_bound = min(tag_bound, mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) + 1)
+        highest: int = mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)
+        self.tag_bound = min(tag_bound, highest + 1)
         self.deadline = deadline
         self.synchronous = synchronous
         group, everybody = comm.Get_group(), mpi.COMM_WORLD.Get_group()
         self._world_ranks: list[int] = list(group.Translate_ranks(list(range(self.size)), everybody))
         self.semantics: Mapping[str, object] = MappingProxyType({"name": "mpi", "matching": "tag"})
-        limits = Limits(self.size, self.tag_bound)
+        limits = Limits(self.size, self.tag_bound, self._world_ranks)
         self._isend, self._sends = starter(mpi, comm.Issend if synchronous else comm.Isend, limits, "dest")
         self._irecv, self._receives = starter(mpi, comm.Irecv, limits, "source")
         self._error: type[Exception] = mpi.Exception
-        self._channel = Messages(mpi, self._collective_comm)
+        self._channel = Messages(mpi, self._collective_comm, limits._replace(tag_bound=highest + 1))
         self._sequence = 0
         self._first_polls = range(job.policy.spins)  # before a wait costs an object; a collective takes steps in test
         self._collectives = Counters()
@@ -245,8 +246,9 @@ class _Wait:
         self._job.look()
         if waited < _NOTED:
             return
-        peer = self._peer if self._peer is not None else getattr(self._request, "peer", None)
-        owing = None if peer is None else self._transport._world_ranks[peer]
+        owing: int | None = getattr(self._request, "peer", None)
+        if owing is None and self._peer is not None:
+            owing = self._transport._world_ranks[self._peer]
         if owing != self._noted:
             self._noted = owing
             self._job.board.wait_in(str(self._doing), owing, time.monotonic() - waited)

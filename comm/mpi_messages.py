@@ -5,7 +5,7 @@ A short message takes two or three microseconds, so each call here is seen in th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ class MpiRequest:
     Attributes:
         test: drives MPI and tells whether the message is complete.
         tensor: the message.
-        peer: the other rank of the communicator.
+        peer: the other rank, of the world.
     """
 
     __slots__ = ("peer", "tensor", "test")  # and no __init__: three stores cost less than a call
@@ -58,10 +58,12 @@ class Limits(NamedTuple):
     Attributes:
         size: peers are ``0 <= peer < size``.
         tag_bound: tags are ``0 <= tag < tag_bound``.
+        world: the world's rank of every peer.
     """
 
     size: int
     tag_bound: int
+    world: Sequence[int]
 
 
 def starter(mpi: Any, start: Callable[..., Any], limits: Limits, what: str) -> tuple[Starter, Callable[[], Count]]:
@@ -78,7 +80,7 @@ def starter(mpi: Any, start: Callable[..., Any], limits: Limits, what: str) -> t
         function that tells its count.
     """
     from_address, byte, new, lazy = mpi.buffer.fromaddress, mpi.BYTE, MpiRequest, _LAZY.get
-    size, tag_bound = limits
+    size, tag_bound, world = limits
     accelerated = torch.version.cuda is not None or torch.version.hip is not None
     mpi_error: type[Exception] = mpi.Exception
     messages = total = 0
@@ -100,7 +102,7 @@ def starter(mpi: Any, start: Callable[..., Any], limits: Limits, what: str) -> t
         except mpi_error as error:
             raise TransportError(f"MPI cannot start a message, {what} = {peer}, tag = {tag}: {error}") from error
         request.tensor = tensor
-        request.peer = peer
+        request.peer = world[peer]
         messages += 1
         total += nbytes
         return request
@@ -133,10 +135,9 @@ def refusal(tensor: torch.Tensor, peer: int, tag: int, limits: Limits, what: str
 class Messages:
     """A communicator's messages, for collectives: a `pipert.comm.collectives.Channel`."""
 
-    def __init__(self, mpi: Any, comm: Any) -> None:
+    def __init__(self, mpi: Any, comm: Any, limits: Limits) -> None:
         self.rank: int = comm.Get_rank()
-        self.size: int = comm.Get_size()
-        limits = Limits(self.size, mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) + 1)
+        self.size: int = limits.size
         self._isend, _ = starter(mpi, comm.Isend, limits, "dest")
         self._irecv, _ = starter(mpi, comm.Irecv, limits, "source")
 

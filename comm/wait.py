@@ -101,7 +101,7 @@ class Collective:
     """A collective operation under way, as a request.
 
     Attributes:
-        peer: the rank that the collective waits for at the moment, None if no one in particular.
+        peer: whom the collective waits for at the moment, as its messages' requests say; None if no one in particular.
     """
 
     __slots__ = ("_steps", "_waiting", "done")

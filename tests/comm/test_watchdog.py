@@ -110,6 +110,22 @@ def test_a_hang_is_reported_by_the_waiting_and_by_the_hung_rank() -> None:
     assert "PIPERT_DEADLINE" in result.stderr
 
 
+def test_a_hang_inside_a_group_names_the_rank_of_the_world() -> None:
+    script = """
+        import time, torch
+        from pipert.comm.mpi import MpiTransport
+        transport = MpiTransport.world()
+        group = transport.split(0 if transport.rank else None, -transport.rank)  # 2, 1: group rank 0 is rank 2
+        transport.report(f"{transport.rank}F3")
+        if transport.rank == 1:
+            group.wait(group.iallreduce(torch.zeros(3)), "1REDUCE", None)
+        time.sleep(1000)
+        """
+    result = run_mpi(3, script, timeout=40, deadline=3)
+    assert result.returncode != 0
+    assert_all_say(result, "rank 1 waited 3.* s in 1REDUCE from rank 2; the deadline is 3 s")
+
+
 def test_a_rank_whose_python_is_stuck_cannot_hold_the_job() -> None:
     result = run_failing("stuck", deadline=5)
     assert_all_say(result, "rank 2 waited", [0, 2])
