@@ -33,11 +33,16 @@ def split(
         signature: the signature of its forward.
 
     Raises:
-        GraphError: no submodule is called, or a value is changed in place under one name and read under another.
+        GraphError: no submodule is called, a parameter is returned, or a value is changed in place under one name and
+            read under another.
     """
     calls = [node for node in graph.nodes if node.op == "call_module"]
     if not calls:
         raise GraphError(f"{type(model).__name__}.forward calls no submodule; there is nothing to cut into stages")
+    result = next(node for node in graph.nodes if node.op == "output")
+    bare = [str(node.target) for node in result.all_input_nodes if node.op == "get_attr"]
+    if bare:
+        raise GraphError(f"{type(model).__name__}.forward returns {bare[0]} itself; return what a block makes of it")
     _refuse_stale_names(graph)
     owners = _owners(graph, calls)
     names = _names(calls)
@@ -50,7 +55,6 @@ def split(
         kind = type(_member(model, str(call.target))).__name__
         blocks.append(StageBlock(name, fx.GraphModule(root, part, kind), prefix=""))
     inputs = tuple(node.name for node in graph.nodes if node.op == "placeholder")
-    result = next(node for node in graph.nodes if node.op == "output")
     outputs = tuple(node.name for node in result.all_input_nodes)
     template = _template(result.args[0])
     return blocks, Wiring(wires, inputs, tuple(arguments), signature, outputs, template)

@@ -247,6 +247,10 @@ def unused(m: Listed, x: torch.Tensor) -> torch.Tensor:
     return m.layers[0](x)
 
 
+def returns_parameter(m: Listed, x: torch.Tensor) -> Any:
+    return m.layers[1](m.layers[0](x)), m.free
+
+
 def no_block(m: Listed, x: torch.Tensor) -> torch.Tensor:
     return x
 
@@ -265,6 +269,7 @@ def no_block(m: Listed, x: torch.Tensor) -> torch.Tensor:
         (stale_name, r"changes linear|changes layers_0 in place and .* uses the old name afterwards; write x = x \+ y"),
         (numbers, "cannot be traced"),
         (unused, "2 parameters belong to no block: layers.1.weight, layers.1.bias"),
+        (returns_parameter, "returns free itself; return what a block makes of it"),
         (no_block, "calls no submodule"),
     ],
 )
