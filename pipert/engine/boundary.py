@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +60,7 @@ def leaf_spec(tensor: torch.Tensor) -> LeafSpec:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
         kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise BoundaryError(f"a {kind} tensor cannot cross a stage boundary; make it dense first, with .to_dense()")
-    return LeafSpec(tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype], tensor.requires_grad, tensor.device.type == "cpu")
+    return LeafSpec(tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype], tensor.requires_grad, tensor.is_cpu)
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,12 @@ class BoundarySpec:
 
     structure: Structure
     tensors: tuple[LeafSpec, ...]
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def of(structure: Structure, tensors: tuple[LeafSpec, ...]) -> BoundarySpec:
+        """The one object for this specification, with what was worked out about it before."""
+        return BoundarySpec(structure, tensors)
 
     @cached_property
     def with_gradient(self) -> tuple[int, ...]:
@@ -93,10 +99,8 @@ class BoundarySpec:
     def decode(cls, data: bytes) -> BoundarySpec:
         """Read `encode`'s bytes."""
         structure, tensors = json.loads(data)
-        return cls(
-            freeze(structure),
-            tuple(LeafSpec(tuple(shape), dtype, grad, host) for shape, dtype, grad, host in tensors),
-        )
+        leaves = (LeafSpec(tuple(shape), dtype, grad, host) for shape, dtype, grad, host in tensors)
+        return cls.of(freeze(structure), tuple(leaves))
 
     def __str__(self) -> str:
         return _words(self.structure, self.tensors)
@@ -141,7 +145,7 @@ class Handover(NamedTuple):
             BoundaryError: the value holds something that cannot cross a boundary.
         """
         tensors, structure = flatten(value)
-        spec = BoundarySpec(structure, tuple(map(leaf_spec, tensors)))
+        spec = BoundarySpec.of(structure, tuple(map(leaf_spec, tensors)))
         roots = [tensor for tensor in tensors if tensor.requires_grad]
         return cls(spec, [tensor.detach() for tensor in tensors]), roots
 
@@ -220,7 +224,7 @@ def check_same(found: BoundarySpec, expected: BoundarySpec, stage: int, microbat
     Raises:
         BoundaryError: the output's specification differs from the one that the same signature had before.
     """
-    if found != expected:
+    if found is not expected and found != expected:
         raise BoundaryError(
             f"stage {stage}, micro-batch {microbatch}: the output is {found}, but for inputs of the same structure, "
             f"shapes and dtypes it was {expected} before, and that is what stage {stage + 1} makes room for; if it "

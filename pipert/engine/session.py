@@ -249,7 +249,7 @@ def signature(value: object) -> str:
     """Digest of a value's structure, plain data, shapes and dtypes."""
     tensors, structure = flatten(value)
     specs = tuple(leaf_spec(tensor)._replace(requires_grad=False) for tensor in tensors)
-    return _digest(BoundarySpec(structure, specs))
+    return _digest(BoundarySpec.of(structure, specs))
 
 
 @lru_cache(maxsize=1024)
