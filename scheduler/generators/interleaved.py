@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from pipert.scheduler.action import Kind
+from pipert.scheduler.errors import LayoutError
 from pipert.scheduler.generators.alternate import alternate
 from pipert.scheduler.placement import Placement, positive
 from pipert.scheduler.row import Codes, pack
 from pipert.scheduler.schedule import Schedule
 
 
-def interleaved(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+def interleaved(ranks: int, microbatches: int, chunks: int = 1, group: int | None = None) -> Schedule:
     """Each rank owns `chunks` stages, stage s on rank s modulo `ranks`, so the pipeline fills in shorter steps.
 
     2 ranks with 2 stages each, 4 micro-batches, a backward as long as two forwards; rank 0 has stages 0 and 2::
@@ -32,11 +33,18 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     and rank r keeps at most (v − 1)g + 2(p − 1 − r) + 1 activations of one stage each, g the largest group: Megatron's
     figure where p divides m. With one chunk a rank this is 1F1B.
 
+    Args:
+        ranks: p.
+        microbatches: m.
+        chunks: v.
+        group: micro-batches of a group, ≥ p, in place of the sizes above; the last group has what is left, which
+            joins the first one if it is less than p. Larger groups need more memory.
+
     Raises:
-        LayoutError: a number is below 1.
+        LayoutError: a number is below 1, or `group` below `ranks`.
     """
     placement = Placement.looped(ranks, chunks)
-    sizes = group_sizes(ranks, microbatches)
+    sizes = group_sizes(ranks, microbatches) if group is None else _groups_of(group, ranks, microbatches)
     chunk, batch = _order(sizes, chunks)
     rows = []
     for rank in range(ranks):
@@ -57,6 +65,16 @@ def group_sizes(ranks: int, microbatches: int) -> list[int]:
     groups = max(1, positive("microbatches", microbatches) // ranks)
     small, larger = divmod(microbatches, groups)
     return [small + 1] * larger + [small] * (groups - larger)
+
+
+def _groups_of(size: int, ranks: int, microbatches: int) -> list[int]:
+    """Cut the micro-batches into groups of a size."""
+    if positive("group", size) < ranks:
+        raise LayoutError(f"group = {size} is less than ranks = {ranks}: ranks would wait for their own; use >= {ranks}")
+    whole, rest = divmod(positive("microbatches", microbatches), size)
+    if rest < ranks and whole:
+        return [size + rest, *[size] * (whole - 1)]
+    return [size] * whole + [rest] * (rest > 0)
 
 
 def _order(sizes: list[int], chunks: int) -> tuple[Codes, Codes]:
