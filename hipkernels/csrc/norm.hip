@@ -1,0 +1,105 @@
+// LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019), with the addition of a residual.
+#include "columns.h"
+#include "functions.h"
+
+template <class T, int V>
+PORT_KERNEL(norm_forward, T *y, T *h, float *means, float *rstds, const T *x, const T *residual, const float *weight,
+            const float *bias, int64_t rows, int64_t columns, int64_t each, float eps, int centred) {
+  const int64_t end = port_smaller(rows, (PORT_BLOCK + 1) * each);
+  for (int64_t row = PORT_BLOCK * each; row < end; ++row) {
+    const T *in = x + row * columns;
+    T *out = y + row * columns;
+    if (residual) {
+      T *sum = h + row * columns;
+      const T *other = residual + row * columns;
+      lanes_each<V>(0, columns, [&](int64_t i) { store(sum + i, load<V>(in + i) + load<V>(other + i)); });
+      in = sum;
+    }
+    float mean = 0.0f;
+    if (centred) {
+      mean = lanes_sum<V>(0, columns, [&](int64_t i) { return total(load<V>(in + i)); });
+      mean = block_sum(mean) / (float)columns;
+    }
+    const float squares = lanes_sum<V>(0, columns, [&](int64_t i) {
+      const auto d = load<V>(in + i) - mean;
+      return total(d * d);
+    });
+    const float rstd = 1.0f / port_sqrt(block_sum(squares) / (float)columns + eps);
+    choose(bias != nullptr, [&](auto has_bias) {
+      lanes_each<V>(0, columns, [&](int64_t i) {
+        auto value = (load<V>(in + i) - mean) * rstd * load<V>(weight + i);
+        if constexpr (has_bias.value) value = value + load<V>(bias + i);
+        store(out + i, value);
+      });
+    });
+    if (PORT_THREAD == 0) {
+      means[row] = mean;
+      rstds[row] = rstd;
+    }
+  }
+}
+
+template <class T, int V>
+PORT_KERNEL(norm_backward, T *dx, float *workspace, const T *dy, const T *dh, const T *h, const float *weight,
+            const float *means, const float *rstds, int64_t rows, int64_t columns, int64_t each, int centred) {
+  float *parts = workspace + PORT_BLOCK * 2 * columns;
+  Owned<V> dweight(parts, columns), dbias(parts + columns, columns);
+  const int64_t end = port_smaller(rows, (PORT_BLOCK + 1) * each);
+  for (int64_t row = PORT_BLOCK * each; row < end; ++row) {
+    const T *in = h + row * columns, *up = dy + row * columns;
+    const float mean = means[row], rstd = rstds[row];
+    Two sums = block_sum(lanes_sum_two<V>(0, columns, [&](int64_t i) {
+      const auto g = load<V>(up + i) * load<V>(weight + i);
+      return Two{total(g), total(g * (load<V>(in + i) - mean))};
+    }));
+    const float shift = centred ? sums.a / (float)columns : 0.0f, slope = sums.b * rstd * rstd / (float)columns;
+    choose(dh != nullptr, [&](auto has_dh) {
+      owned_each<V>(columns, [&](int k, int64_t i) {
+        const auto g = load<V>(up + i), d = load<V>(in + i) - mean;
+        auto value = (g * load<V>(weight + i) - (d * slope + shift)) * rstd;
+        if constexpr (has_dh.value) value = value + load<V>(dh + row * columns + i);
+        store(dx + row * columns + i, value);
+        dweight.add(k, i, g * d * rstd);
+        dbias.add(k, i, g);
+      });
+    });
+  }
+  dweight.write(columns);
+  dbias.write(columns);
+}
+
+int pipert_norm_forward(void *y, void *h, float *mean, float *rstd, const void *x, const void *residual,
+                        const float *weight, const float *bias, int64_t rows, int64_t columns, double eps, int centred,
+                        int dtype, void *stream) {
+  if (rows < 0 || columns < 1 || (residual && !h)) return PORT_BAD_SIZE;
+  const PortSplit split = port_split(rows, PORT_GRID);
+  return with_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const Width width = Width(columns).pointer(x).pointer(y).pointer(h).pointer(residual).pointer(weight).pointer(bias);
+    return with_width<T>(width, [&](auto size) {
+      constexpr int V = size.value;
+      return port_launch(stream, split.blocks, port_threads(columns / V), norm_forward<T, V>, (T *)y, (T *)h, mean, rstd,
+                         (const T *)x, (const T *)residual, weight, bias, rows, columns, split.each, (float)eps,
+                         centred);
+    });
+  });
+}
+
+int pipert_norm_backward(void *dx, float *sums, float *workspace, int64_t parts, const void *dy, const void *dh,
+                         const void *h, const float *weight, const float *mean, const float *rstd, int64_t rows,
+                         int64_t columns, int centred, int dtype, void *stream) {
+  if (rows < 0 || columns < 1 || parts < 1) return PORT_BAD_SIZE;
+  const PortSplit split = port_split(rows, parts);
+  const int threads = port_owners(columns);
+  if (!threads) return PORT_TOO_WIDE;
+  const int code = with_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const Width width = Width(columns).pointer(dx).pointer(dy).pointer(dh).pointer(h).pointer(weight).pointer(workspace);
+    return with_width<T>(width, [&](auto size) {
+      constexpr int V = size.value;
+      return port_launch(stream, split.blocks, threads, norm_backward<T, V>, (T *)dx, workspace, (const T *)dy,
+                         (const T *)dh, (const T *)h, weight, mean, rstd, rows, columns, split.each, centred);
+    });
+  });
+  return code ? code : launch_column_sums(sums, workspace, split.blocks, 2 * columns, stream);
+}

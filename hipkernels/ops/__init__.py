@@ -1,0 +1,1 @@
+"""The operations: one module each, with kernel calls, fake kernels and autograd."""

@@ -1,0 +1,80 @@
+"""What the operations share: checks before a pointer leaves, and memory for results."""
+
+from __future__ import annotations
+
+import torch
+
+from pipert.hipkernels.errors import KernelInputError
+
+#: Blocks that own contiguous rows where columns are summed: fixed, so that sums do not depend on the machine.
+PARTS = {"cpu": 32, "cuda": 512}
+
+
+def parts(x: torch.Tensor, rows: int) -> int:
+    """How many blocks share ``rows`` rows out when columns are summed."""
+    return max(1, min(PARTS.get(x.device.type, 32), rows))
+
+
+def rows_of(x: torch.Tensor, operation: str) -> tuple[int, int]:
+    """Numbers of rows and columns of ``x``, seen as a matrix whose rows are its last dimension.
+
+    Raises:
+        KernelInputError: x has no dimension, or rows of no elements.
+    """
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise KernelInputError(f"{operation}: shape {tuple(x.shape)}; the last dimension must not be empty")
+    return x.numel() // x.shape[-1], x.shape[-1]
+
+
+def same_shape(operation: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Check that tensors are like ``x`` in shape, dtype and device.
+
+    Raises:
+        KernelInputError: one is not.
+    """
+    for name, other in others.items():
+        if other is not None and (other.shape, other.dtype, other.device) != (x.shape, x.dtype, x.device):
+            raise KernelInputError(
+                f"{operation}: {name} is {other.dtype} {tuple(other.shape)} on {other.device}, the input {x.dtype} "
+                f"{tuple(x.shape)} on {x.device}; they must be alike, so convert one of them"
+            )
+
+
+def column_vector(operation: str, x: torch.Tensor, **vectors: torch.Tensor | None) -> None:
+    """Check that vectors have an element for each column of ``x``, floating point, on its device.
+
+    Raises:
+        KernelInputError: one has not.
+    """
+    for name, vector in vectors.items():
+        if vector is None:
+            continue
+        if vector.shape != x.shape[-1:] or not vector.is_floating_point() or vector.device != x.device:
+            raise KernelInputError(
+                f"{operation}: {name} is {vector.dtype} {tuple(vector.shape)} on {vector.device}; "
+                f"it must be floating point, of shape ({x.shape[-1]},), on {x.device}"
+            )
+
+
+def floats(vector: torch.Tensor | None) -> torch.Tensor | None:
+    """The vector as contiguous fp32, which is what kernels read whatever the dtype of the matrix."""
+    return None if vector is None else vector.detach().to(torch.float32).contiguous()
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in the dtype that references compute in: float32, or float64 if it is that."""
+    return x if x.dtype == torch.float64 else x.to(torch.float32)
+
+
+def result(out: torch.Tensor | None, x: torch.Tensor, operation: str) -> torch.Tensor:
+    """Memory for a result like ``x``: ``out`` if given.
+
+    Raises:
+        KernelInputError: out is unlike x or not contiguous.
+    """
+    if out is None:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    same_shape(operation, x, out=out)
+    if not out.is_contiguous():
+        raise KernelInputError(f"{operation}: out has strides {out.stride()}; it must be contiguous")
+    return out
