@@ -190,11 +190,12 @@ class Job:
                 self.board.tell()
 
     def _leave(self, code: int) -> None:
-        """End this process once every rank of this machine has printed the first cause, or has had the time to."""
+        """End this process once every rank has printed the first cause, or has had the time to."""
         until = time.monotonic() + _FAREWELL
-        while time.monotonic() < until and not all(
-            status.told or status.state is State.ABSENT for status in self.board.statuses()
-        ):
+        while time.monotonic() < until and (self._node.elsewhere or not self._all_told()):
+            if threading.current_thread() is threading.main_thread():
+                for note in self._forwarded or ():
+                    note.Test()
             time.sleep(0.02)
         if self._node.elsewhere:
             killer = threading.Thread(target=self.mpi.COMM_WORLD.Abort, args=(code,), daemon=True)
@@ -206,6 +207,9 @@ class Job:
             with suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
+
+    def _all_told(self) -> bool:
+        return all(status.told or status.state is State.ABSENT for status in self.board.statuses())
 
     # ---- when the script ends ---------------------------------------------------------------------------------------
 
