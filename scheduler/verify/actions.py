@@ -8,7 +8,8 @@ import numpy as np
 
 from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, MICROBATCH_MASK, STAGE_SHIFT, Action, Kind
 from pipert.scheduler.verify.fault import Fault
-from pipert.scheduler.verify.rule import Rule, Subject, count, where
+from pipert.scheduler.verify.rule import Rule, Subject, where
+from pipert.scheduler.verify.words import count
 
 
 def _out_of_bounds(subject: Subject) -> Iterator[Fault]:

@@ -7,7 +7,8 @@ from itertools import combinations
 
 from pipert.scheduler.action import Action, Kind
 from pipert.scheduler.verify.fault import Fault
-from pipert.scheduler.verify.rule import Rule, Subject, count
+from pipert.scheduler.verify.rule import Rule, Subject
+from pipert.scheduler.verify.words import count
 
 #: For one tie: where each rank takes part (its last TIE).
 Parts = dict[int, int]

@@ -11,7 +11,8 @@ from pipert.scheduler.dependencies import CARRIES, ValueKind
 from pipert.scheduler.program import Program
 from pipert.scheduler.verify.fault import Fault
 from pipert.scheduler.verify.order import same_rank, shifted
-from pipert.scheduler.verify.rule import Rule, Subject, count, where
+from pipert.scheduler.verify.rule import Rule, Subject, where
+from pipert.scheduler.verify.words import count
 
 
 def _unpaired(subject: Subject) -> Iterator[Fault]:

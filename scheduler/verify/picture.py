@@ -9,6 +9,7 @@ from pipert.scheduler.program import Program
 from pipert.scheduler.row import ActionRow
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.verify.fault import Check, Fault
+from pipert.scheduler.verify.words import count
 
 #: Actions shown on each side of a culprit, ranks shown, and further faults listed.
 AROUND, RANKS, FURTHER = 3, 8, 5
@@ -19,12 +20,12 @@ REMEDIES = {
     "ownership": "move the action to the stage's rank, or place the stage on this rank",
     "uniqueness": "remove one of the two",
     "completeness": "add the missing action",
-    "dependency": "move the action behind what it needs",
+    "dependency": "put what it needs before it",
     "message": "add the other end, or remove this one",
     "group": "let a group span neighbouring messages, on a transport that has groups",
     "collective": "let every stage, and every rank of a tie, take part, in the same order everywhere",
     "swap": "receive in the order in which the peer sends, or match by tag",
-    "deadlock": "reorder the messages, issue them as a group, or use buffered sends",
+    "deadlock": "put them in another order, issue crossing messages as a group, or use buffered sends",
     "limit": "start fewer forwards before their backwards, or allow more",
 }
 
@@ -51,33 +52,36 @@ def picture(target: Schedule | Program, faults: Sequence[Fault]) -> str:
 
 def _title(target: Schedule | Program) -> str:
     schedule = target.schedule if isinstance(target, Program) else target
-    sizes = f"{target.num_ranks} ranks, {target.num_stages} stages, {target.microbatches} micro-batches"
-    return f"{schedule.name}, {sizes}" + (f", for {target.semantics.name}" if isinstance(target, Program) else "")
+    sizes = (target.num_ranks, "rank"), (target.num_stages, "stage"), (target.microbatches, "micro-batch")
+    transport = [f"for {target.semantics.name}"] if isinstance(target, Program) else []
+    return ", ".join([schedule.name, *(count(number, noun) for number, noun in sizes), *transport])
 
 
 def _grid(target: Schedule | Program, fault: Fault) -> list[str]:
-    """The ranks at fault and their neighbours, each around its own culprit, the culprits with an arrow."""
+    """The ranks at fault and their neighbours, each around its own culprit, with arrows at all that take part."""
     if fault.rank is None or fault.rank >= target.num_ranks:
         return []
-    absent = fault.index is None
     index = len(target.rows[fault.rank]) if fault.index is None else fault.index
-    marked = dict(reversed(fault.along)) | {fault.rank: index}
-    ranks = _ranks(sorted(marked), target.num_ranks)
-    table = []
+    marked = {(fault.rank, index), *fault.along}
+    centres = dict(reversed(fault.along)) | {fault.rank: index}
+    ranks = _ranks(sorted(centres), target.num_ranks)
+    table, arrows = [], []
     for rank in ranks:
         row = target.rows[rank]
-        at = marked.get(rank, min(index, len(row)))
-        cells = [_text(row, one) for one in range(at - AROUND, at + AROUND + 1)]
-        if absent and rank == fault.rank:
+        at = centres.get(rank, min(index, len(row)))
+        shown = range(at - AROUND, at + AROUND + 1)
+        cells = [_text(row, one) for one in shown]
+        if fault.index is None and rank == fault.rank:
             cells[AROUND] = f"({fault.action}?)"
         table.append([f"rank {rank}", f"{max(at - AROUND, 0)}:", *cells])
+        arrows.append(["", "", *("^" * len(cells[i]) if (rank, one) in marked else "" for i, one in enumerate(shown))])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
-    for rank, line in zip(ranks, table, strict=True):
-        lines.append("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
-        if rank in marked:
-            lines.append(" " * (sum(widths[: AROUND + 2]) + 2 * (AROUND + 2)) + "^" * len(line[AROUND + 2]))
-    return lines
+    for pair in zip(table, arrows, strict=True):
+        for line in pair:
+            padded = (f"{cell:<{width}}  " for cell, width in zip(line, widths, strict=True) if width)
+            lines.append("".join(padded).rstrip())
+    return [line for line in lines if line]
 
 
 def _text(row: ActionRow, index: int) -> str:

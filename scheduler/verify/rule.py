@@ -69,9 +69,3 @@ def where(mask: Mask) -> Iterator[tuple[int, int]]:
     if mask.any():
         for stage, microbatch in np.argwhere(mask):
             yield int(stage), int(microbatch)
-
-
-def count(number: int, noun: str) -> str:
-    """A number with its noun: ``1 message``, ``12 messages``."""
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{'' if number == 1 else plural}"

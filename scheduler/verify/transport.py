@@ -9,7 +9,8 @@ import numpy as np
 from pipert.scheduler.action import Kind
 from pipert.scheduler.play import run_program, run_schedule
 from pipert.scheduler.verify.fault import Fault
-from pipert.scheduler.verify.rule import Rule, Subject, count
+from pipert.scheduler.verify.rule import Rule, Subject
+from pipert.scheduler.verify.words import count
 from pipert.scheduler.waits import Deadlock, program_deadlock, schedule_deadlock
 from pipert.scheduler.wiring import counterparts, messages, wire
 

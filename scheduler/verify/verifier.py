@@ -51,7 +51,7 @@ def verify(target: Schedule | Program, *, limits: int | Sequence[int] | None = N
         _judge(rule, subject, faults, checks)
     if subject.index.sparse:  # something is missing, so that is already a fault
         return Proof(target, tuple(faults), tuple(checks))
-    for rule in (*ORDER_RULES, *MESSAGE_RULES, *COLLECTIVE_RULES) if is_program else ORDER_RULES:
+    for rule in (*MESSAGE_RULES, *ORDER_RULES, *COLLECTIVE_RULES) if is_program else ORDER_RULES:
         _judge(rule, subject, faults, checks)
     if not faults:  # else nobody knows which message meets which
         for rule in (SWAP, DEADLOCK) if is_program else (DEADLOCK,):
