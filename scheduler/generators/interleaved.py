@@ -70,7 +70,7 @@ def group_sizes(ranks: int, microbatches: int) -> list[int]:
 def _groups_of(size: int, ranks: int, microbatches: int) -> list[int]:
     """Cut the micro-batches into groups of a size."""
     if positive("group", size) < ranks:
-        raise LayoutError(f"group = {size} is less than ranks = {ranks}: ranks would wait for their own; use >= {ranks}")
+        raise LayoutError(f"group = {size} is less than ranks = {ranks}: ranks would wait within it; use >= {ranks}")
     whole, rest = divmod(positive("microbatches", microbatches), size)
     if rest < ranks and whole:
         return [size + rest, *[size] * (whole - 1)]

@@ -41,8 +41,8 @@ GENERATORS: Mapping[str, Generator] = MappingProxyType(
     {
         "gpipe": Generator(lambda p, m, _: gpipe(p, m), "all forwards, then all backwards"),
         "1f1b": Generator(lambda p, m, _: one_f_one_b(p, m), "one forward, one backward: few activations live"),
-        "1f1b-eager": Generator(lambda p, m, _: eager_one_f_one_b(p, m), "1F1B with more forwards ahead"),
         "interleaved": Generator(interleaved, "1F1B with several stages a rank: a shorter bubble", chunked=True),
+        "1f1b-eager": Generator(lambda p, m, _: eager_one_f_one_b(p, m), "1F1B with more forwards ahead"),
         "looped-bfs": Generator(looped_bfs, "GPipe with several stages a rank, stage by stage", chunked=True),
         "zb-h1": Generator(lambda p, m, _: zb_h1(p, m), "1F1B's memory, weight gradients fill a part of the bubble"),
         "zb-h2": Generator(lambda p, m, _: zb_h2(p, m), "twice that memory, weight gradients fill the bubble"),

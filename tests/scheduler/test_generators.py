@@ -17,7 +17,8 @@ from pipert.scheduler.draw.text import text as draw
 from pipert.scheduler.errors import LayoutError
 from pipert.scheduler.generators.gpipe import gpipe
 from pipert.scheduler.generators.interleaved import group_sizes, interleaved
-from pipert.scheduler.generators.one_f_one_b import one_f_one_b
+from pipert.scheduler.generators.looped_bfs import looped_bfs
+from pipert.scheduler.generators.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from pipert.scheduler.generators.registry import GENERATORS, generate
 from pipert.scheduler.placement import Placement
 from pipert.scheduler.schedule import Schedule
@@ -57,6 +58,20 @@ rank 1 │··F0F1F0B0━━F1B1━━F2B0━━F3B1━━F2B2━━F3B3━━B2
         0                                                   27
 """
 
+LOOPED_BFS = """
+rank 0 │F0─F1─F2─F3─F0─F1─F2─F3─·········B0━━━━B1━━━━B2━━━━B3━━━━B0━━━━B1━━━━B2━━━━B3━━━━│
+rank 1 │···F0─F1─F2─F3─F0─F1─F2─F3─B0━━━━B1━━━━B2━━━━B3━━━━B0━━━━B1━━━━B2━━━━B3━━━━······│
+        0                                                                              27
+"""
+
+EAGER = """
+rank 0 │F0F1F2F3F4F5F6······B0━━F7B1━━··B2━━··B3━━··B4━━··B5━━··B6━━··B7━━│
+rank 1 │··F0F1F2F3F4····B0━━F5B1━━F6B2━━F7B3━━··B4━━··B5━━··B6━━··B7━━····│
+rank 2 │····F0F1F2··B0━━F3B1━━F4B2━━F5B3━━F6B4━━F7B5━━··B6━━··B7━━········│
+rank 3 │······F0B0━━F1B1━━F2B2━━F3B3━━F4B4━━F5B5━━F6B6━━F7B7━━············│
+        0                                                               33
+"""
+
 
 @pytest.mark.parametrize(
     ("make", "numbers", "drawing", "width"),
@@ -64,6 +79,8 @@ rank 1 │··F0F1F0B0━━F1B1━━F2B0━━F3B1━━F2B2━━F3B3━━B2
         (gpipe, (4, 4), GPIPE, 70),
         (one_f_one_b, (4, 8), ONE_F_ONE_B, 100),
         (interleaved, (2, 4, 2), INTERLEAVED, 70),
+        (looped_bfs, (2, 4, 2), LOOPED_BFS, 105),
+        (eager_one_f_one_b, (4, 8), EAGER, 105),
     ],
 )
 def test_a_schedule_looks_as_its_docstring_draws_it(
@@ -112,9 +129,9 @@ def test_stages_are_placed_rank_after_rank(ranks: int, microbatches: int, chunks
 def test_every_stage_sees_the_microbatches_in_order_forward_and_backward(schedule: Schedule) -> None:
     for row in schedule.rows:
         for stage in set(row.stages.tolist()):
-            for kind in (Kind.F, Kind.B):
-                of_kind = [action.microbatch for action in row if action.stage == stage and action.kind is kind]
-                assert of_kind in ([], list(range(schedule.microbatches)))
+            for kinds in ({Kind.F}, {Kind.B, Kind.I}, {Kind.B, Kind.W}):
+                of_kind = [action.microbatch for action in row if action.stage == stage and action.kind in kinds]
+                assert of_kind == list(range(schedule.microbatches))
 
 
 # ---- idle time ----
@@ -156,6 +173,59 @@ def test_interleaved_hides_messages_as_long_as_a_forward_in_the_steady_phase(p: 
     assert makespan(rounds + 2) - makespan(rounds + 1) == 2 * p * chunks
 
 
+@given(ranks_, microbatches_, st.integers(1, 4), costs_)
+def test_looped_bfs_idles_as_interleaved_does_with_enough_microbatches(
+    ranks: int, extra: int, chunks: int, costs: tuple[int, int]
+) -> None:
+    timeline = simulate(looped_bfs(ranks, ranks - 1 + extra, chunks), Costs(*costs))
+    assert timeline.idle == ((ranks - 1) * sum(costs),) * ranks
+
+
+@given(ranks_, microbatches_, st.integers(1, 9), st.integers(0, 9))
+def test_eager_forwards_cost_nothing_where_backwards_are_no_shorter(
+    ranks: int, microbatches: int, forward: int, more: int
+) -> None:
+    costs = Costs(forward, forward + more)
+    eager, plain = eager_one_f_one_b(ranks, microbatches), one_f_one_b(ranks, microbatches)
+    assert simulate(eager, costs).idle == simulate(plain, costs).idle
+
+
+@given(st.integers(2, 8), st.integers(16, 40), st.integers(1, 9), st.data())
+def test_eager_forwards_hide_messages_in_the_steady_phase(
+    ranks: int, m: int, forward: int, data: st.DataObject
+) -> None:
+    costs = Costs(forward, 2 * forward, comm=data.draw(st.integers(1, forward)))
+
+    def last_round(make: Callable[[int, int], Schedule]) -> float:
+        return simulate(make(ranks, m + 1), costs).makespan - simulate(make(ranks, m), costs).makespan
+
+    assert last_round(eager_one_f_one_b) == 3 * forward
+    assert sum(simulate(one_f_one_b(ranks, m), costs).idle) > sum(simulate(eager_one_f_one_b(ranks, m), costs).idle)
+
+
+@given(st.integers(1, 8), microbatches_, st.integers(1, 3), st.integers(0, 9))
+def test_interleaved_with_a_group_size_is_proved_and_idles_no_longer(
+    ranks: int, microbatches: int, chunks: int, more: int
+) -> None:
+    made = interleaved(ranks, microbatches, chunks, ranks + more)
+    verify(made).require()
+    assert simulate(made, Costs(1, 2)).idle == simulate(interleaved(ranks, microbatches, chunks), Costs(1, 2)).idle
+
+
+def test_a_group_size_is_kept_but_for_what_is_left() -> None:
+    """Rank 0's forwards at its first stage run in groups; fewer than `ranks` left join the first group."""
+    for group, microbatches, runs in ((4, 8, [4, 4]), (6, 16, [6, 6, 4]), (6, 14, [8, 6]), (9, 5, [5])):
+        forwards = [action.stage for action in interleaved(4, microbatches, 2, group).rows[0] if action.kind is Kind.F]
+        assert forwards == [stage for size in runs for stage in (0, 4) for _ in range(size)]
+
+
+def test_a_group_smaller_than_the_ranks_is_refused() -> None:
+    with pytest.raises(LayoutError, match="group = 3 is less than ranks = 4: ranks would wait within it; use >= 4"):
+        interleaved(4, 8, 2, 3)
+    with pytest.raises(LayoutError, match="group = 0 must be an integer >= 1"):
+        interleaved(4, 8, 2, 0)
+
+
 # ---- memory ----
 
 
@@ -171,6 +241,13 @@ def test_peak_activations_of_gpipe_and_1f1b(ranks: int, microbatches: int) -> No
     assert simulate(one_f_one_b(ranks, microbatches), Costs(1, 2)).peaks == expected
 
 
+@given(ranks_, microbatches_, chunks_)
+def test_peak_activations_of_looped_bfs_and_eager_1f1b(ranks: int, microbatches: int, chunks: int) -> None:
+    assert simulate(looped_bfs(ranks, microbatches, chunks), Costs(1, 2)).peaks == (microbatches * chunks,) * ranks
+    expected = tuple(min(microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks))
+    assert simulate(eager_one_f_one_b(ranks, microbatches), Costs(1, 2)).peaks == expected
+
+
 @given(ranks_, microbatches_, st.integers(2, 4))
 def test_peak_activations_of_interleaved_are_megatron_s(ranks: int, microbatches: int, chunks: int) -> None:
     group = max(group_sizes(ranks, microbatches))
@@ -182,8 +259,9 @@ def test_peak_activations_of_interleaved_are_megatron_s(ranks: int, microbatches
 
 
 @given(ranks_, microbatches_)
-def test_with_one_chunk_interleaved_is_1f1b(ranks: int, microbatches: int) -> None:
+def test_with_one_chunk_interleaved_is_1f1b_and_looped_bfs_is_gpipe(ranks: int, microbatches: int) -> None:
     assert interleaved(ranks, microbatches, 1).rows == one_f_one_b(ranks, microbatches).rows
+    assert looped_bfs(ranks, microbatches, 1).rows == gpipe(ranks, microbatches).rows
 
 
 @given(ranks_, st.integers(1, 500))
@@ -210,12 +288,14 @@ def test_a_misspelt_name_is_refused_with_the_nearest() -> None:
         generate("qqq", 4, 8)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_one_stage_a_rank_means_one_chunk(name: str) -> None:
-    with pytest.raises(
-        LayoutError, match=f"{name} puts one stage on a rank, not chunks = 2; use chunks = 1, or one of:"
-    ):
-        generate(name, 4, 8, chunks=2)
+@pytest.mark.parametrize(("name", "own"), [("gpipe", "one stage"), ("zb-h1", "one stage"), ("v-min", "2 stages")])
+def test_a_fixed_number_of_stages_a_rank_means_so_many_chunks(name: str, own: str) -> None:
+    with pytest.raises(LayoutError, match=rf"{name} puts {own} on a rank, not chunks = 3; use chunks = .*or one of:"):
+        generate(name, 4, 8, chunks=3)
+
+
+def test_the_two_stages_a_rank_of_a_v_need_not_be_asked_for() -> None:
+    assert generate("zb-v", 4, 8) == generate("zb-v", 4, 8, chunks=2)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "4"])

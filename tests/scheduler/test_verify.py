@@ -154,6 +154,13 @@ def test_a_number_of_microbatches_that_is_far_off_takes_no_memory() -> None:
     assert not verify(schedule("0 1", -1, "", "")).ok
 
 
+@pytest.mark.parametrize("options", [{"trainable_from": -1}, {"trainable_from": 3}, {"ties": ((0, 2),)}])
+def test_stages_that_a_program_does_not_have_are_out_of_bounds(options: dict[str, object]) -> None:
+    proof = verify(program("0 1", 1, *STEP, **options))  # type: ignore[arg-type]
+    assert proof.faults[0].rule == "bounds"
+    assert str(proof)
+
+
 # ---- programs ----
 
 FORWARD = ("0F0 0SEND_F0", "1RECV_F0 1F0")
@@ -255,6 +262,22 @@ def test_a_wait_at_the_end_of_a_row_is_a_wait_too() -> None:
     assert fault.message == (
         "rank 0 waits at the end of its row for SEND 0F1 to rank 1, whose RECV 1F1 is queued behind RECV 1F0 from "
         "rank 0, whose SEND 0F0 is queued behind SEND 0F1 to rank 1"
+    )
+
+
+def test_a_long_cycle_is_told_without_its_middle() -> None:
+    rows = [f"{rank}F0 {rank}SEND_F0 {rank + 12}RECV_F0 {rank + 12}F0" for rank in range(12)]
+    rows = [f"{rank}RECV_F0 {row}" if rank else row for rank, row in enumerate(rows)]
+    rows = [f"{row} {rank + 12}SEND_F0" if rank < 11 else row for rank, row in enumerate(rows)]
+    placement = " ".join(map(str, [*range(12), *range(12)]))
+    first = rows[0].replace("0F0 0SEND_F0 12RECV_F0 12F0", "12RECV_F0 12F0 0F0 0SEND_F0")
+    fault = faulty("deadlock", first, *rows[1:], placement=placement, semantics=MPI_SYNCHRONOUS, trainable_from=24)
+    assert len(fault.along) == 12
+    assert fault.message == (
+        "rank 0 waits in RECV 12F0 from rank 11, which waits in RECV 11F0 from rank 10, which waits in RECV 10F0 from "
+        "rank 9, which waits in RECV 9F0 from rank 8, which waits in RECV 8F0 from rank 7, which waits in RECV 7F0 from "
+        "rank 6, which waits in RECV 6F0 from rank 5, … 4 more …, which waits in RECV 1F0 from rank 0, which waits in "
+        "RECV 12F0 from rank 11"
     )
 
 

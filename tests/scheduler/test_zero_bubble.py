@@ -179,6 +179,10 @@ def test_the_published_bubbles() -> None:
         p, m = int(row["stages"]), int(row["microbatches"])
         work, costs = m * (f + i + w), Costs(f, i + w, i, w, comm=hop)
         closed = {"zb_h1": (p - 1) * (f + i - w + 4 * hop), "zb_h2": (p - 1) * (f + i - 2 * w + 2 * hop)}
+        v = {"1.5B": 3, "6.2B": 4, "14.6B": 3, "28.3B": 2}[row["model"]]  # layers a rank, one a chunk
+        closed["interleaved"] = (p - 1) * (f + i + w) / v + (2 * p * v - p - 2) * hop
+        interleaved = closed["interleaved"] / (closed["interleaved"] + work)
+        assert interleaved == pytest.approx(float(row["bubble_interleaved"]), abs=2e-4)
         for name, make in (("zb_h1", zb_h1), ("zb_h2", zb_h2)):
             published = pytest.approx(float(row[f"bubble_{name}"]), abs=2e-4)
             assert closed[name] / (closed[name] + work) == published
