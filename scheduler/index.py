@@ -59,8 +59,9 @@ class Index:
 
     @property
     def trainable_from(self) -> int:
-        """The first stage with a backward."""
-        return self.target.trainable_from if isinstance(self.target, Program) else 0
+        """The first stage with a backward; within the stages even if the target has it elsewhere."""
+        first = self.target.trainable_from if isinstance(self.target, Program) else 0
+        return min(max(first, 0), self.num_stages)
 
     def table(self, kind: Kind) -> Table:
         """Positions of all actions of `kind`, ``[stages, microbatches]``, −1 where there is none."""

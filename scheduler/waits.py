@@ -18,6 +18,9 @@ from pipert.scheduler.worklist import STARTED, WAITING, Positions
 #: A wait leads to others: their position, and the words between.
 Edges = Callable[[int], Iterator[tuple[int, str]]]
 
+#: Of a longer cycle the sentence leaves out the middle.
+LINKS = 8
+
 
 @dataclass(frozen=True)
 class Deadlock:
@@ -114,8 +117,10 @@ def _deadlock(starts: list[int], edges: Edges, opening: Callable[[int], str]) ->
     stands = [turn for turn, (node, _) in enumerate(cycle) if node in starts]
     turn = stands[0] if stands else 0
     cycle = cycle[turn:] + cycle[:turn]
-    words = opening(cycle[0][0]) + "".join(words for _, words in cycle)
-    return Deadlock(tuple(position for position, _ in cycle), words)
+    links = [words for _, words in cycle]
+    if len(links) > LINKS:
+        links[LINKS - 2 : -2] = [f", … {len(links) - LINKS} more …"]
+    return Deadlock(tuple(position for position, _ in cycle), opening(cycle[0][0]) + "".join(links))
 
 
 class _Stuck:

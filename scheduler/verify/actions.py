@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, MICROBATCH_MASK, STAGE_SHIFT, Action, Kind
+from pipert.scheduler.program import Program
 from pipert.scheduler.verify.fault import Fault
 from pipert.scheduler.verify.rule import Rule, Subject, where
 from pipert.scheduler.verify.words import count
@@ -18,6 +19,8 @@ def _out_of_bounds(subject: Subject) -> Iterator[Fault]:
         yield Fault("bounds", f"{index.target.num_ranks} rows for a placement on {ranks} ranks; give each rank one row")
     if index.microbatches < 1:
         yield Fault("bounds", f"{index.target.microbatches} micro-batches; a step has at least one")
+    if subject.program is not None:
+        yield from _wrong_stages(subject.program)
     for position in np.flatnonzero(~index.usable).tolist():
         code = int(index.codes[position])
         problem = _problem(subject, code)
@@ -25,6 +28,16 @@ def _out_of_bounds(subject: Subject) -> Iterator[Fault]:
             rank, place = index.locate(position)
             known = code >> KIND_SHIFT & KIND_MASK < len(Kind)
             yield Fault("bounds", problem, rank, place, Action.from_code(code) if known else None)
+
+
+def _wrong_stages(program: Program) -> Iterator[Fault]:
+    """Stages that a program names and does not have."""
+    stages = program.num_stages
+    if not 0 <= program.trainable_from <= stages:
+        yield Fault("bounds", f"trainable_from is {program.trainable_from}; with {stages} stages it is 0 to {stages}")
+    for tie, copies in enumerate(program.ties):
+        if not set(copies) <= set(range(stages)):
+            yield Fault("bounds", f"tie {tie} is of stages {copies}; stages are 0 to {stages - 1}")
 
 
 def _problem(subject: Subject, code: int) -> str | None:
