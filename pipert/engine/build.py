@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -156,20 +156,21 @@ def _make_equal(
     """Everybody gets the first replica's weights, and a tied weight that of its first owner."""
     if mesh.dp_group.size > 1:
         tensors = {id(t): t for module in modules.values() for t in _tensors(module)}
-        for tensor in tensors.values():
-            _broadcast(mesh.dp_group, tensor, 0)
+        _broadcast(mesh.dp_group, list(tensors.values()), 0)
     for entry in book:
         group = groups[entry.tie] if entry.tie is not None else None
         if group is not None and entry.tie is not None:
             first, *others = ranks_of(ties[entry.tie], placement)
             members = sorted(mesh.rank_of(pp=pp, dp=dp) for pp in (first, *others) for dp in range(mesh.dp))
-            _broadcast(group, entry.parameter, members.index(mesh.rank_of(pp=first, dp=0)))
+            _broadcast(group, [entry.parameter], members.index(mesh.rank_of(pp=first, dp=0)))
 
 
-def _broadcast(group: Transport, tensor: torch.Tensor, root: int) -> None:
-    with torch.no_grad():
-        memory = tensor.detach().contiguous()
-        group.wait(group.ibroadcast(memory, root), "the first broadcast of the weights", root)
+@torch.no_grad()
+def _broadcast(group: Transport, tensors: Sequence[torch.Tensor], root: int) -> None:
+    memories = [tensor.detach().contiguous() for tensor in tensors]
+    requests = [group.ibroadcast(memory, root) for memory in memories]
+    for tensor, memory, request in zip(tensors, memories, requests, strict=True):
+        group.wait(request, "the first broadcast of the weights", root)
         if memory.data_ptr() != tensor.data_ptr():
             tensor.copy_(memory)
 

@@ -9,7 +9,7 @@ same error on every rank, before anything else is sent.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -18,9 +18,6 @@ from typing import Any
 from pipert.engine.loss import weights
 from pipert.engine.refusals import decode
 from pipert.errors import BatchError, ConfigError
-
-#: The world rank at a (pp, dp, tp) position.
-RankAt = Callable[[int, int, int], int]
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class Position:
         shard: this rank's tp coordinate.
         first, last: the pp ranks that own the first and the last stage.
         stages: the number of stages.
-        rank_at: the world rank at a (pp, dp, tp) position.
+        ranks: the world rank at each (pp, dp, tp) position.
     """
 
     pp: int
@@ -115,7 +112,11 @@ class Position:
     first: int
     last: int
     stages: int
-    rank_at: RankAt
+    ranks: Mapping[tuple[int, int, int], int]
+
+    def rank_at(self, pp: int, dp: int, tp: int) -> int:
+        """The world rank at a position."""
+        return self.ranks[pp, dp, tp]
 
 
 def agree(reports: Sequence[Report], position: Position) -> Agreement:
@@ -166,7 +167,7 @@ def _check_same_call(reports: Sequence[Report]) -> None:
 
 def _check_replicas(reports: Sequence[Report], position: Position) -> None:
     """Replicas train the same parameters; the ranks of a tensor-parallel group get the same batch."""
-    for pp, dp, tp in _grid(position):
+    for pp, dp, tp in position.ranks:
         rank, model = position.rank_at(pp, dp, tp), position.rank_at(pp, 0, tp)
         if reports[rank].pattern != reports[model].pattern:
             raise ConfigError(
@@ -180,13 +181,6 @@ def _check_replicas(reports: Sequence[Report], position: Position) -> None:
                 f"ranks {first} and {rank} are of one tensor-parallel group, but were given different batches; "
                 "give them the same one"
             )
-
-
-def _grid(position: Position) -> Iterator[tuple[int, int, int]]:
-    for pp in range(position.pp):
-        for dp in range(position.dp):
-            for tp in range(position.tp):
-                yield pp, dp, tp
 
 
 def _check_ties(reports: Sequence[Report]) -> tuple[bool, ...]:

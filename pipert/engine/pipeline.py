@@ -19,7 +19,7 @@ from pipert.engine.refusals import together
 from pipert.engine.result import StepResult
 from pipert.engine.session import Call, Session
 from pipert.engine.settings import Settings
-from pipert.engine.stage import Recompute, Stage
+from pipert.engine.stage import Recompute, Stage, warm_up
 from pipert.engine.timings import gather
 from pipert.errors import ConfigError
 from pipert.graph.stage import StageModule
@@ -117,6 +117,7 @@ class Pipeline:
         self.partition: Partition = together(mesh.world, self._cut)
         parts = build(traced, self.graph, self.partition.assignment, self._programs.placement, mesh, self._settings)
         self.proof: Proof = together(mesh.world, lambda: self._programs.proof(self._usual(parts.ties)))
+        together(mesh.world, lambda: warm_up(recompute))
         self._parts = parts
         self._device = where or _device_of(parts.modules)
         count = count_fn or default_count(loss_fn)

@@ -275,5 +275,5 @@ def _position(mesh: Mesh, programs: Programs) -> Position:
         first=owners[0],
         last=owners[-1],
         stages=len(owners),
-        rank_at=lambda pp, dp, tp: mesh.rank_of(pp=pp, dp=dp, tp=tp),
+        ranks={mesh.shape.coordinates(rank): rank for rank in range(mesh.size)},
     )

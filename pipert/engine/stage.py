@@ -180,6 +180,18 @@ class Stage:
         return [_unshared(gradient) for gradient in live.entry.gradients(self.device)] if live.entry else []
 
 
+def warm_up(recompute: Recompute) -> None:
+    """Let torch import now what it imports when the first backward, or recompute, runs: about a second of computing.
+
+    In the first step the ranks of a pipeline would do so one after another, each while all others wait.
+    """
+    with torch.enable_grad():
+        root = torch.zeros((), requires_grad=True) * 1
+        if recompute != "none":
+            root = recomputed(torch.clone, torch.nn.Identity(), "nothing", root)
+        torch.autograd.backward([get_gradient_edge(root)], [torch.ones(())])
+
+
 @dataclass(slots=True)
 class _Live:
     """A micro-batch between its forward and its backward.
