@@ -276,8 +276,8 @@ def test_a_long_cycle_is_told_without_its_middle() -> None:
     assert fault.message == (
         "rank 0 waits in RECV 12F0 from rank 11, which waits in RECV 11F0 from rank 10, which waits in RECV 10F0 from "
         "rank 9, which waits in RECV 9F0 from rank 8, which waits in RECV 8F0 from rank 7, which waits in RECV 7F0 "
-        "from rank 6, which waits in RECV 6F0 from rank 5, … 4 more …, which waits in RECV 1F0 from rank 0, which waits in "
-        "RECV 12F0 from rank 11"
+        "from rank 6, which waits in RECV 6F0 from rank 5, … 4 more …, which waits in RECV 1F0 from rank 0, "
+        "which waits in RECV 12F0 from rank 11"
     )
 
 
