@@ -11,7 +11,7 @@ _TONES: dict[Kind, tuple[float, float, float]] = {
     Kind.F: (217, 0.47, 0.72),
     Kind.B: (18, 0.47, 0.72),
     Kind.I: (338, 0.47, 0.55),
-    Kind.W: (168, 0.34, 0.60),
+    Kind.W: (168, 0.33, 0.48),
     Kind.REDUCE: (268, 0.52, 0.45),
     Kind.TIE: (268, 0.62, 0.45),
 }

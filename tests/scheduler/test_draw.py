@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -16,6 +17,7 @@ from pipert.scheduler.draw.palette import colour, is_light
 from pipert.scheduler.generators.gpipe import gpipe
 from pipert.scheduler.generators.interleaved import interleaved
 from pipert.scheduler.generators.one_f_one_b import one_f_one_b
+from pipert.scheduler.generators.registry import generate
 from pipert.scheduler.lower import lower
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.semantics import MPI
@@ -23,6 +25,8 @@ from pipert.scheduler.simulate import simulate
 from pipert.scheduler.timeline import Timeline
 from tests.scheduler.hand_written import schedule
 from tests.scheduler.layouts import schedules
+
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "schedules.svg"
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -135,6 +139,12 @@ def test_times_in_seconds_are_shown_in_the_unit_that_suits() -> None:
 def test_a_schedule_is_drawn_with_a_backward_of_two_forwards() -> None:
     assert svg(one_f_one_b(4, 8)) == svg(simulate(one_f_one_b(4, 8), Costs(1, 2)))
     assert "bubble 15.8%" in svg(interleaved(4, 8, 2))
+
+
+def test_the_picture_in_the_documents_is_what_is_drawn_today() -> None:
+    shown = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 1)]
+    drawn = svg(*(generate(name, 4, 8, chunks) for name, chunks in shown))
+    assert PICTURE.read_text(encoding="utf-8") == drawn, f"write svg(...) of these schedules to {PICTURE}"
 
 
 def test_names_are_escaped() -> None:
