@@ -1,0 +1,94 @@
+"""The schedule CSV of torch.distributed.pipelining: one row a rank, one cell an action, blank cells for idle steps.
+
+::
+
+    cell    = "" | action | "(" action { ";" action } ")OVERLAP_F_B"
+    action  = stage kind [ micro-batch ]            2F0  1I2  3W1  0B0  2SEND_F0  1RECV_B3  0UNSHARD  0REDUCE_GRAD
+
+The kinds F, I, W, B, SEND_F, RECV_F, SEND_B and RECV_B mean what they mean here. The parts of an overlapped action
+become actions one behind the other. UNSHARD, RESHARD and REDUCE_GRAD belong to sharded data parallelism, which is no
+part of a schedule: they are left out, with a notice.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from pipert.scheduler.action import Action, Kind
+from pipert.scheduler.errors import ActionError, FormatError
+from pipert.scheduler.formats.imported import Imported, assembled, notice
+from pipert.scheduler.program import Program
+from pipert.scheduler.schedule import Schedule
+from pipert.scheduler.semantics import NCCL_PAIR, Semantics
+
+#: Torch's actions around sharded data parallelism.
+SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+
+_SHARDING = re.compile(rf"\d+({'|'.join(SHARDING)})(\d*)", re.ASCII)
+_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_KINDS = (*(kind for kind in Kind if kind.is_compute), Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+
+
+def loads(text: str, *, name: str = "torch", semantics: Semantics = NCCL_PAIR) -> Imported:
+    """Read a schedule (compute only) or a program (with communication).
+
+    Args:
+        text: the file's content.
+        name: what to call it; the file has no name.
+        semantics: the transport that a program is for; torch's on NCCL posts every message on its own.
+
+    Raises:
+        FormatError: a cell is no action, or stages are missing.
+    """
+    left_out: Counter[str] = Counter()
+    rows = [
+        [action for place, cell in enumerate(cells) for action in _actions(cell.strip(), line, place, left_out)]
+        for line, cells in enumerate(csv.reader(io.StringIO(text)), 1)
+        if cells
+    ]
+    return Imported(assembled(name, rows, semantics), notice(left_out, "sharding is no part of a schedule"))
+
+
+def dumps(value: Schedule | Program) -> str:
+    """Write a schedule as torch's ``compute_only`` CSV, a program as ``compute_comms``.
+
+    Raises:
+        FormatError: the program has groups, sizes, reductions or ties, which torch's format cannot spell.
+    """
+    if isinstance(value, Program) and value.groups:
+        raise FormatError("torch's CSV has no groups; lower the schedule for a transport without them")
+    for rank, row in enumerate(value.rows):
+        for action in row:
+            if action.kind not in _KINDS:
+                raise FormatError(
+                    f"rank {rank}: torch's CSV has no {action.kind.name}; lower without sizes, reduce and ties"
+                )
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(row.words() for row in value.rows)
+    return out.getvalue()
+
+
+def _actions(cell: str, line: int, place: int, left_out: Counter[str]) -> Iterator[Action]:
+    """The actions of one cell."""
+    overlapped = _OVERLAP.fullmatch(cell)
+    for word in overlapped[1].split(";") if overlapped else [cell]:
+        sharding = _SHARDING.fullmatch(word.strip())
+        if sharding:
+            left_out[sharding[1]] += 1
+        elif word.strip():
+            yield _action(word.strip(), line, place)
+
+
+def _action(word: str, line: int, place: int) -> Action:
+    try:
+        action = Action.parse(word)
+    except ActionError as error:
+        raise FormatError(f"row {line}, cell {place}: {error}") from error
+    if action.kind not in _KINDS:
+        known = ", ".join(kind.name for kind in _KINDS)
+        raise FormatError(f"row {line}, cell {place}: torch has no kind {action.kind.name}; the kinds are {known}")
+    return action
