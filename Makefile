@@ -4,9 +4,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 RANKS  ?= 4
 CONFIG ?= examples/configs/tiny.toml
-# Tests at a time; those that start MPI ranks run one after another all the same.
+# Tests at a time, where they start no MPI ranks.
 WORKERS ?= 2
-# More arguments for pytest, such as PYTEST_ARGS="-k scheduler -x".
+# More arguments for pytest, such as PYTEST_ARGS="tests/scheduler -x".
 PYTEST_ARGS ?=
 
 BIN   := $(VENV)/bin
@@ -31,8 +31,12 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 train: install  ## train a small GPT over 4 MPI ranks and draw its pipeline
 	$(BIN)/pipert launch -n $(RANKS) examples/train_gpt.py $(CONFIG)
 
+# First the tests that stay in one process, WORKERS at a time; then those that start MPI ranks, which need the cores for
+# themselves. Exit code 5 says that PYTEST_ARGS left nothing to run; it may do so for one of the two.
 test: install  ## the whole test suite
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) -m "not mpi" $(PYTEST_ARGS); local=$$?; \
+	$(BIN)/python -m pytest -m mpi $(PYTEST_ARGS); ranks=$$?; \
+	case $$local,$$ranks in 0,0 | 0,5 | 5,0) ;; *) exit 1 ;; esac
 
 lint: style types layers  ## style, types and layering (make -k lint goes on after a failure)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import pytest
 from hypothesis import HealthCheck, settings
 
 # Before torch or numba is imported, here and in the processes that tests start: two tests at a time share two cores.
@@ -18,11 +17,3 @@ settings.register_profile(
 )
 settings.register_profile("thorough", parent=settings.get_profile("dev"), max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with MPI ranks share one worker of pytest-xdist: two jobs at a time would starve each other of cores."""
-    for item in items:
-        if item.get_closest_marker("mpi"):
-            item.add_marker(pytest.mark.xdist_group("mpi"))
