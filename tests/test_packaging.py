@@ -56,6 +56,7 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
     sources.mkdir(exist_ok=True)
     (sources / "probe.hip").write_text("// a kernel\n")
     (sources / "probe.h").write_text("// a header\n")
+    (sources / "probe.so").write_text("built here\n")
     (checkout / "pipert" / "scheduler" / "cache.py311.nbi").write_text("numba's")
     run(sys.executable, "-m", "build", "--no-isolation", "-o", base / "dist", checkout)
     run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "-o", base / "direct", checkout)
