@@ -91,7 +91,7 @@ def test_stages_that_lose_a_block_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(build, "stage_module", lossy)
 
     def rank(transport: Any) -> None:
-        with pytest.raises(PartitionError, match="stage 1 lacks.* it holds 90 parameters, not 132"):
+        with pytest.raises(PartitionError, match=r"stage 1 lacks.* it holds 90 parameters, not 132"):
             Pipeline(tower(8), F.mse_loss, Mesh.local(pp=2))
 
     run_ranks(2, rank)
