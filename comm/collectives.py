@@ -59,7 +59,7 @@ class Cuts:
 
     Attributes:
         small: bytes of all ranks together up to which everything is gathered everywhere.
-        segment: bytes of a segment of a large tensor.
+        segment: bytes of a segment of a large tensor; up to four times as many where there would be over eight.
         window: segments under way at a time.
         few: ranks up to which every rank sends to every other at once, instead of in Bruck's steps.
     """
@@ -194,7 +194,8 @@ def _reduce_parts(
     """
     rank, size = channel.rank, channel.size
     peers = [(rank + distance) % size for distance in range(1, size)]
-    length = max(1, cuts.segment // result.itemsize // max(1, size // 4))
+    nbytes = max(cuts.segment, min(4 * cuts.segment, parts[0].nbytes // 8 // cuts.segment * cuts.segment))
+    length = max(1, nbytes // result.itemsize // max(1, size // 4))
     segments = [torch.split(part, length) for part in parts]
     mine, results = segments[rank], torch.split(result, length)
     steps = max(map(len, segments))

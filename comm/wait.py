@@ -32,7 +32,7 @@ class WaitPolicy:
         gives_way: call ``sched_yield`` in the yielding phase; False keeps the core (for dedicated cores).
     """
 
-    spins: int = 100
+    spins: int = 32
     yielding: float = 300e-6
     shortest: float = 20e-6
     longest: float = 1e-3
@@ -47,7 +47,7 @@ class WaitPolicy:
     @classmethod
     def shared(cls, ranks: int, cores: int) -> WaitPolicy:
         """The default: shorter polling where ``ranks`` of one machine outnumber its ``cores``."""
-        return cls() if ranks <= cores else replace(cls(), spins=10, yielding=60e-6)
+        return cls() if ranks <= cores else replace(cls(), spins=6, yielding=60e-6)
 
     @classmethod
     def from_environment(cls, ranks: int, environ: Mapping[str, str] = os.environ) -> WaitPolicy:
