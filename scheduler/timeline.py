@@ -122,6 +122,16 @@ class Timeline:
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
+    def idle_within(self) -> tuple[float, ...]:
+        """For each rank the time between its own first start and last end in which it does not compute.
+
+        What counts where a rank may begin the next step while others end this one.
+        """
+        spans = (self.lane(rank) for rank in range(self.num_ranks))
+        lasts = [float(lane.ends.max() - lane.starts.min()) if len(lane.codes) else 0.0 for lane in spans]
+        return tuple(last - busy for last, busy in zip(lasts, self.busy, strict=True))
+
+    @property
     def bubble(self) -> float:
         """The share of all ranks' time in which they do not compute: idle / (ranks · makespan)."""
         return sum(self.idle) / (self.num_ranks * self.makespan) if self.makespan else 0.0

@@ -182,6 +182,130 @@ def test_simulate_refuses_what_cannot_run_with_1(pipert_schedule, tmp_path: Path
     assert done.out
 
 
+# ---- other systems' files ----
+
+SENDER = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+RECEIVERS = {  # in the order in which rank 0 sends, or in another
+    "right": "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n",
+    "swap": "1RECV_F1,1RECV_F0,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n",
+}
+
+
+def test_check_reads_torch_csv_and_judges_it_on_a_transport(pipert_schedule, tmp_path: Path) -> None:
+    (tmp_path / "right.csv").write_text(SENDER + RECEIVERS["right"])
+    (tmp_path / "swap.csv").write_text(SENDER + RECEIVERS["swap"])
+    assert pipert_schedule("check", tmp_path / "right.csv", "--transport", "mpi").code == 0
+    assert pipert_schedule("check", tmp_path / "swap.csv", "--transport", "mpi").code == 0  # by tag
+    for transport in ("nccl", "rccl"):
+        for group in ("pair", "direction", "rank", "none"):
+            done = pipert_schedule("check", tmp_path / "swap.csv", "--transport", transport, "--group", group)
+            assert done.code == 1
+            assert f"for {transport}-{group}" in done.out
+            assert "swap" in done.out and "1RECV_F1" in done.out
+    assert pipert_schedule("check", tmp_path / "right.csv", "--transport", "rccl", "--group", "direction").code == 0
+
+
+def test_what_a_file_has_that_is_left_out_is_told_on_standard_error(pipert_schedule, tmp_path: Path) -> None:
+    (tmp_path / "file.csv").write_text("0UNSHARD,0F0,0B0,0REDUCE_GRAD\n")
+    done = pipert_schedule("check", tmp_path / "file.csv")
+    assert done.code == 0
+    assert done.err == "left out: 1 UNSHARD, 1 REDUCE_GRAD; sharding is no part of a schedule\n"
+
+
+def test_show_as_csv_is_read_again(pipert_schedule, tmp_path: Path) -> None:
+    (tmp_path / "zb-v.csv").write_text(pipert_schedule("show", "zb-v", "--csv").out)
+    assert pipert_schedule("diff", "zb-v", tmp_path / "zb-v.csv").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--group", "pair"], "needs --transport"),
+        (
+            ["--transport", "nccl", "--group", "peer"],
+            "no group is called 'peer'; there are pair, direction, rank, none",
+        ),
+        (["--transport", "rcl"], "no transport is called 'rcl'; did you mean rccl?"),
+        (["--format", "tensorflow"], "no format is called 'tensorflow'; there are auto, pipert, torch"),
+        (["--format", "deepspeed"], "is no instruction"),
+    ],
+)
+def test_wrong_formats_and_transports_end_with_2(
+    pipert_schedule, tmp_path: Path, words: list[str], message: str
+) -> None:
+    (tmp_path / "file.csv").write_text("0F0,0B0\n")
+    done = pipert_schedule("check", tmp_path / "file.csv", *words)
+    assert done.code == 2
+    assert message in done.err
+
+
+# ---- diff and compare ----
+
+
+def test_diff_shows_the_first_difference_of_every_rank(pipert_schedule) -> None:
+    done = pipert_schedule("diff", "1f1b", "zb-h1", "--ranks", 2, "--microbatches", 3)
+    assert done.code == 1
+    assert (
+        done.out
+        == """\
+a: 1f1b, 2 ranks, 2 stages, 3 micro-batches
+b: zb-h1, 2 ranks, 2 stages, 3 micro-batches
+rank 0: 6 and 9 actions, the first difference at action 2
+  a  0F0 0F1 0B0 0F2 0B1 0B2
+  b  0F0 0F1 0I0 0W0 0F2 0I1
+             ^^^
+  only in a: 3 B, from 0B0 on
+  only in b: 3 I, 3 W, from 0I0 on
+rank 1: 6 and 9 actions, the first difference at action 1
+  a   1F0 1B0 1F1 1B1 1F2
+  b   1F0 1I0 1F1 1I1 1W0
+          ^^^
+  only in a: 3 B, from 1B0 on
+  only in b: 3 I, 3 W, from 1I0 on
+"""
+    )
+
+
+def test_diff_of_the_same_is_no_difference(pipert_schedule) -> None:
+    done = pipert_schedule("diff", "1f1b", "interleaved")
+    assert (done.code, done.out.splitlines()[-1]) == (0, "no difference")
+    done = pipert_schedule("diff", "gpipe", "looped-bfs", "--transport", "nccl", "--group", "rank")
+    assert done.code == 0
+    assert "for nccl-rank" in done.out
+
+
+def test_diff_tells_what_differs_beside_the_rows(pipert_schedule) -> None:
+    done = pipert_schedule("diff", "1f1b", "zb-v", "--ranks", 2)
+    assert "stages are on ranks 0 1 in a, 0 1 1 0 in b" in done.out
+    assert pipert_schedule("diff", "1f1b", "missing.txt").code == 2
+
+
+def test_compare_prints_a_table_and_draws_a_picture(pipert_schedule, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    names = [*GENERATORS]
+    done = pipert_schedule("compare", *names, "--svg", tmp_path / "all.svg")
+    assert done.code == 0
+    rows = {cells[0]: cells[1:] for cells in map(str.split, done.out.splitlines()) if cells[0] in names}
+    assert [*rows] == names
+    assert rows["1f1b"] == ["1", "33", "27.27%", "27.27%", "4", "33", "0.0%"]
+    assert rows["interleaved"] == ["2", "28.5", "15.79%", "15.79%", "5.5", "28.5", "0.0%"]
+    assert rows["zb-h2"] == ["1", "27", "11.11%", "0.00%", "7", "27", "0.0%"]
+    assert rows["zb-v"] == ["2", "25.5", "5.88%", "0.00%", "4", "25.5", "0.0%"]
+    picture = (tmp_path / "all.svg").read_text()
+    assert all(f">{name}<" in picture for name in names)
+
+
+def test_compare_on_a_transport_counts_messages(pipert_schedule) -> None:
+    words = ("1f1b", "1f1b-eager", "--comm", "0.5", "--transport", "mpi")
+    rows = {line.split()[0]: line.split() for line in pipert_schedule("compare", *words).out.splitlines()}
+    assert float(rows["1f1b-eager"][2]) < float(rows["1f1b"][2])
+
+
+def test_a_trace_is_written_for_perfetto(pipert_schedule, tmp_path: Path) -> None:
+    assert pipert_schedule("simulate", "zb-v", "--trace", tmp_path / "trace.json").code == 0
+    assert '"name": "7I0"' in (tmp_path / "trace.json").read_text()
+
+
 # ---- what cannot be read: 2 ----
 
 

@@ -1,49 +1,57 @@
-"""``pipert schedule``: show, check and simulate pipeline schedules, by name or from a file. No torch, no MPI."""
+"""``pipert schedule``: show, check, simulate and compare schedules, by name or from a file. No torch, no MPI."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-from collections.abc import Callable
-from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
+from pipert.cli.schedule_inputs import (
+    Backward,
+    Chunks,
+    Comm,
+    Format,
+    Forward,
+    Group,
+    Microbatches,
+    Picture,
+    Ranks,
+    Source,
+    Transport,
+    colours,
+    numbers,
+    on,
+    read,
+    rules,
+    save,
+    save_picture,
+    width,
+)
+from pipert.cli.schedule_pairs import compare, diff
 from pipert.scheduler.costs import Costs
 from pipert.scheduler.draw.text import text
-from pipert.scheduler.errors import LayoutError, UnsafeProgramError
-from pipert.scheduler.formats.text import dumps, load
-from pipert.scheduler.generators.registry import GENERATORS, generate
-from pipert.scheduler.lower import lower
+from pipert.scheduler.errors import UnsafeProgramError
+from pipert.scheduler.formats import torch_csv
+from pipert.scheduler.formats.text import dumps
+from pipert.scheduler.generators.registry import GENERATORS
 from pipert.scheduler.program import Program
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.semantics import NAMED
 from pipert.scheduler.simulate import simulate as run
 from pipert.scheduler.timeline import Timeline
+from pipert.scheduler.trace import chrome_trace
 from pipert.scheduler.verify import verify
-
-Number = TypeVar("Number", int, float)
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="Show, check and simulate pipeline schedules.",
+    help="Show, check, simulate and compare pipeline schedules.",
 )
 
-Source = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A schedule's name (pipert schedule list) or a file.")]
-Ranks = Annotated[int, typer.Option("--ranks", help="Pipeline ranks of a schedule made by name.")]
-Microbatches = Annotated[int, typer.Option("--microbatches", help="Its micro-batches.")]
-Chunks = Annotated[int, typer.Option("--chunks", help="Its stages a rank.")]
-Transport = Annotated[
-    str | None,
-    typer.Option("--transport", help="Lower a schedule for this transport; judge a program file by its rules."),
-]
-Picture = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Also write the picture as SVG.")]
+app.command()(diff)
+app.command()(compare)
 
 
 @app.command("list")
@@ -61,17 +69,26 @@ def show(
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
     chunks: Chunks = 1,
+    format: Format = "auto",
     transport: Transport = None,
+    group: Group = None,
     as_text: Annotated[
         bool, typer.Option("--text", help="Print it in the text format, to be saved and edited.")
+    ] = False,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print it as the schedule CSV of PyTorch's pipelining.")
     ] = False,
     picture: Picture = None,
 ) -> None:
     """Show what every rank does, in order; with a transport also every message."""
-    target = _on(_read(source, ranks, microbatches, chunks), transport)
+    semantics = rules(transport, group)
+    target = on(read(source, ranks, microbatches, chunks, format, semantics), semantics)
     if picture is not None:
-        _save(run(target, Costs(1, 2)), picture)
-    typer.echo(dumps(target).rstrip() if as_text else text(target, width=_width(), colours=_colours()))
+        save_picture(picture, run(target, Costs(1, 2)))
+    if as_csv:
+        typer.echo(torch_csv.dumps(target).rstrip())
+    else:
+        typer.echo(dumps(target).rstrip() if as_text else text(target, width=width(), colours=colours()))
 
 
 @app.command()
@@ -80,7 +97,9 @@ def check(
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
     chunks: Chunks = 1,
+    format: Format = "auto",
     transport: Transport = None,
+    group: Group = None,
     limit: Annotated[
         str | None, typer.Option(metavar="N[,N...]", help="Most live activations, for all ranks or for each.")
     ] = None,
@@ -89,13 +108,14 @@ def check(
 
     The exit code is 0 if it is safe, 1 if not, 2 if it cannot be read.
     """
-    limits = None if limit is None else _numbers("--limit", limit, int)
-    target = _read(source, ranks, microbatches, chunks)
+    limits = None if limit is None else numbers("--limit", limit, int)
+    semantics = rules(transport, group)
+    target = read(source, ranks, microbatches, chunks, format, semantics)
     if isinstance(target, Schedule):
         proof = verify(target, limits=limits)  # a fault of the schedule is best shown without messages
-        target = _on(target, transport) if proof.ok else target
+        target = on(target, semantics) if proof.ok else target
     if isinstance(target, Program):
-        proof = verify(_on(target, transport), limits=limits)
+        proof = verify(on(target, semantics), limits=limits)
     typer.echo(str(proof))
     raise typer.Exit(0 if proof.ok else 1)
 
@@ -106,60 +126,36 @@ def simulate(
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
     chunks: Chunks = 1,
+    format: Format = "auto",
     transport: Transport = None,
-    forward: Annotated[str, typer.Option(metavar="T[,T...]", help="Time of F, for all stages or for each.")] = "1",
-    backward: Annotated[str, typer.Option(metavar="T[,T...]", help="Time of B (I and W: half of it each).")] = "2",
-    comm: Annotated[str, typer.Option(metavar="T[,T...]", help="Time of a message between stage s and s + 1.")] = "0",
+    group: Group = None,
+    forward: Forward = "1",
+    backward: Backward = "2",
+    comm: Comm = "0",
     picture: Picture = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write it as a trace for ui.perfetto.dev.")
+    ] = None,
 ) -> None:
     """Run a schedule or program in simulated time: makespan, bubble, idle time and live activations.
 
     The exit code is 1 if it cannot run to its end.
     """
     times = {"forward": forward, "backward": backward, "comm": comm}
-    costs = Costs(**{name: _numbers(f"--{name}", value, float) for name, value in times.items()})
-    target = _on(_read(source, ranks, microbatches, chunks), transport)
+    costs = Costs(**{name: numbers(f"--{name}", value, float) for name, value in times.items()})
+    semantics = rules(transport, group)
+    target = on(read(source, ranks, microbatches, chunks, format, semantics), semantics)
     try:
         timeline = run(target, costs)
     except UnsafeProgramError as error:
         typer.echo(str(error))
         raise typer.Exit(1) from error
     if picture is not None:
-        _save(timeline, picture)
-    typer.echo(text(timeline, width=_width(), colours=_colours()))
+        save_picture(picture, timeline)
+    if trace is not None:
+        save(chrome_trace(timeline), trace, "--trace")
+    typer.echo(text(timeline, width=width(), colours=colours()))
     typer.echo(_figures(timeline))
-
-
-def _read(source: str, ranks: int, microbatches: int, chunks: int) -> Schedule | Program:
-    """The schedule of that name, else the file."""
-    if source in GENERATORS:
-        return generate(source, ranks, microbatches, chunks)
-    if Path(source).is_file():
-        return load(source)
-    near = get_close_matches(source.lower(), GENERATORS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"the names are {', '.join(GENERATORS)}"
-    raise LayoutError(f"{source} is neither a schedule's name nor a file; {hint}")
-
-
-def _on(target: Schedule | Program, transport: str | None) -> Schedule | Program:
-    """A schedule lowered for a transport, a program as it is but under the transport's rules."""
-    if transport is None:
-        return target
-    semantics = NAMED.get(transport)
-    if semantics is None:
-        near = get_close_matches(transport.lower(), NAMED, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise LayoutError(f"no transport is called {transport!r}; {hint}there are {', '.join(NAMED)}")
-    return replace(target, semantics=semantics) if isinstance(target, Program) else lower(target, semantics)
-
-
-def _numbers(option: str, value: str, number: Callable[[str], Number]) -> Number | tuple[Number, ...]:
-    """One number, or a tuple of those between commas."""
-    try:
-        numbers = tuple(map(number, value.split(",")))
-    except ValueError as error:
-        raise typer.BadParameter(f"{value!r} is neither a number nor numbers with commas", param_hint=option) from error
-    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def _figures(timeline: Timeline) -> str:
@@ -171,20 +167,3 @@ def _figures(timeline: Timeline) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join([f"makespan {timeline.makespan:.6g}, bubble {timeline.bubble:.2%}", *table])
-
-
-def _save(timeline: Timeline, path: Path) -> None:
-    from pipert.scheduler.draw.svg import svg
-
-    try:
-        path.write_text(svg(timeline), encoding="utf-8")
-    except OSError as error:
-        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}", param_hint="--svg") from error
-
-
-def _width() -> int:
-    return shutil.get_terminal_size((100, 24)).columns
-
-
-def _colours() -> bool:
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ

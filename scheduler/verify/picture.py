@@ -34,13 +34,13 @@ def statement(target: Schedule | Program, checks: Sequence[Check]) -> str:
     """What is proved, one line a rule."""
     width = max(len(check.rule) for check in checks)
     lines = (f"  ✓ {check.rule:<{width}}  {check.statement}" for check in checks)
-    return "\n".join([f"safe: {_title(target)}", *lines])
+    return "\n".join([f"safe: {title(target)}", *lines])
 
 
 def picture(target: Schedule | Program, faults: Sequence[Fault]) -> str:
     """The first fault with the actions around it, what to do, and the faults after it."""
     first = faults[0]
-    lines = [f"unsafe: {_title(target)}", f"  {first}", ""]
+    lines = [f"unsafe: {title(target)}", f"  {first}", ""]
     grid = _grid(target, first)
     lines += [*(f"  {line}" for line in grid), ""] if grid else []
     lines.append(f"  remedy: {REMEDIES[first.rule]}")
@@ -50,7 +50,8 @@ def picture(target: Schedule | Program, faults: Sequence[Fault]) -> str:
     return "\n".join(lines)
 
 
-def _title(target: Schedule | Program) -> str:
+def title(target: Schedule | Program) -> str:
+    """What a schedule or program is, in a few words."""
     schedule = target.schedule if isinstance(target, Program) else target
     sizes = (target.num_ranks, "rank"), (target.num_stages, "stage"), (target.microbatches, "micro-batch")
     transport = [f"for {target.semantics.name}"] if isinstance(target, Program) else []

@@ -39,9 +39,7 @@ EQUAL = Costs(1, 2)
 
 def own_idle(timeline: Timeline) -> float:
     """The most that a rank idles between its own first and last action."""
-    lanes = [timeline.lane(rank) for rank in range(timeline.num_ranks)]
-    spans = [float(lane.ends.max() - lane.starts.min()) for lane in lanes]
-    return max(span - busy for span, busy in zip(spans, timeline.busy, strict=True))
+    return max(timeline.idle_within)
 
 
 ZB_H1 = """
