@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from enum import IntEnum
+from operator import index
 from typing import NamedTuple
 
 from pipert.scheduler.errors import ActionError
@@ -87,8 +88,23 @@ class Action(NamedTuple):
 
     @property
     def code(self) -> int:
-        """The action packed into one integer: ``stage << 36 | kind << 28 | microbatch``."""
-        return self.stage << STAGE_SHIFT | self.kind << KIND_SHIFT | self.microbatch
+        """The action packed into one integer: ``stage << 36 | kind << 28 | microbatch``.
+
+        Raises:
+            ActionError: a number does not fit into its bits, and so would make another action of this one.
+        """
+        try:
+            stage, kind, microbatch = index(self.stage), Kind(self.kind), index(self.microbatch)
+        except (TypeError, ValueError) as error:
+            raise ActionError(
+                f"{tuple(self)} is not (stage, Kind, micro-batch) with whole numbers ({error})"
+            ) from error
+        if abs(stage) >= MAX_STAGES or not 0 <= microbatch <= MICROBATCH_MASK:
+            raise ActionError(
+                f"stage {stage}, micro-batch {microbatch} of {kind.name} is out of range: stages < {MAX_STAGES}, "
+                f"micro-batches 0 to {MICROBATCH_MASK}"
+            )
+        return stage << STAGE_SHIFT | kind << KIND_SHIFT | microbatch
 
     @classmethod
     def from_code(cls, code: int) -> Action:

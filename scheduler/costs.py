@@ -32,6 +32,9 @@ class Costs:
         meta: the hand-over of sizes, likewise.
         reduce: REDUCE of a stage.
         tie: TIE of a stage.
+
+    Raises:
+        CostError: a value is no duration: not a number, not finite, or negative.
     """
 
     forward: PerStage
@@ -46,7 +49,7 @@ class Costs:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None:
+            if value is not None or field.default is not None:
                 object.__setattr__(self, field.name, _durations(field.name, value))
 
     @property
@@ -84,14 +87,20 @@ class Costs:
             inputs = whole / 2 if self.weight_gradient is None else whole - weights
         if self.weight_gradient is None:
             weights = whole - inputs
-        if min(inputs.min(initial=0), weights.min(initial=0)) < 0:
-            raise CostError("half of the backward takes longer than all of it; give input_gradient and weight_gradient")
+        short = np.flatnonzero((inputs < 0) | (weights < 0))
+        if len(short):
+            where = f"{whole[short[0]]} on stage {short[0]}"
+            remedy = "give both input_gradient and weight_gradient, or a longer backward"
+            raise CostError(f"half of the backward takes longer than all of it, {where}; {remedy}")
         return inputs, weights
 
 
 def _durations(name: str, value: PerStage) -> PerStage:
     """The value as a float or a tuple of floats, all of them durations."""
-    each = tuple(map(float, value)) if isinstance(value, Iterable) else (float(value),)
+    try:
+        each = tuple(map(float, value)) if isinstance(value, Iterable) else (float(value),)
+    except (TypeError, ValueError) as error:
+        raise CostError(f"{name} = {value!r:.60} must be a duration, or one for each stage ({error})") from error
     if not all(math.isfinite(seconds) and seconds >= 0 for seconds in each):
         raise CostError(f"{name} = {value} must be finite and not negative: it is a duration")
     return each if isinstance(value, Iterable) else each[0]

@@ -19,6 +19,10 @@ class LayoutError(ScheduleError, ValueError):
     """Ranks, chunks and micro-batches for which a generator has no schedule."""
 
 
+class SemanticsError(ScheduleError, ValueError):
+    """Message rules that no transport has."""
+
+
 class CostError(ScheduleError, ValueError):
     """Costs that are no durations, or that do not fit the stages."""
 

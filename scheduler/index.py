@@ -83,7 +83,7 @@ class Index:
 
     @cached_property
     def _nowhere(self) -> Table:
-        return np.broadcast_to(np.int32(-1), (self.num_stages, self.microbatches))
+        return np.broadcast_to(np.int32(-1), (self.num_stages, 0 if self.sparse else self.microbatches))
 
     def locate(self, position: int) -> tuple[int, int]:
         """The rank and the index in its row of a position."""
@@ -100,7 +100,7 @@ def index(target: Schedule | Program) -> Index:
     codes, offsets = flatten(target.rows)
     owners = np.asarray(target.placement.owners, dtype=np.int64)
     widths = _widths(target)
-    sparse = len(owners) * widths[Kind.F] > MAX_SPARSITY * (len(codes) + 1024)
+    sparse = is_sparse(len(owners) * int(widths[Kind.F]), len(codes))
     usable = usable_actions(codes, offsets, target)
     tables: dict[Kind, Table] = {}
     repeated: list[npt.NDArray[np.int64]] = []
@@ -110,6 +110,11 @@ def index(target: Schedule | Program) -> Index:
             repeated += _enter(tables, row.codes, usable[span], int(offsets[rank]), len(owners), widths)
     again = np.sort(np.concatenate(repeated)) if repeated else np.zeros(0, dtype=np.int64)
     return Index(target, codes, offsets, owners, usable, again, sparse, tables)
+
+
+def is_sparse(places: int, actions: int) -> bool:
+    """Whether so many of ``stages * microbatches`` places are empty that tables of them would only waste memory."""
+    return places > MAX_SPARSITY * (actions + 1024)
 
 
 def flatten(rows: Sequence[ActionRow]) -> tuple[Codes, npt.NDArray[np.int64]]:

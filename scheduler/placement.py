@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 
+from pipert.scheduler.action import MICROBATCH_MASK
 from pipert.scheduler.errors import LayoutError
 
 
@@ -22,8 +24,16 @@ class Placement:
     owners: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.owners or set(self.owners) != set(range(max(self.owners) + 1)):
-            raise LayoutError(f"placement {self.owners} must use every rank from 0 on; give each one a stage")
+        owners = tuple(self.owners)
+        strange = [owner for owner in owners if not is_whole(owner)]
+        if strange:
+            raise LayoutError(
+                f"placement {_short(owners)} has {strange[0]!r}; give the rank of every stage, an integer"
+            )
+        # Compared before the ranks are counted out: one that is far too large must not cost its size in memory.
+        if not owners or len(set(owners)) != max(owners) + 1 or min(owners) < 0:
+            raise LayoutError(f"placement {_short(owners)} must use every rank from 0 on; give each one a stage")
+        object.__setattr__(self, "owners", tuple(map(int, owners)))
 
     @classmethod
     def linear(cls, ranks: int) -> Placement:
@@ -68,12 +78,23 @@ class Placement:
         return " ".join(map(str, self.owners))
 
 
+def is_whole(value: object) -> bool:
+    """Whether `value` is an integer of Python or NumPy (a truth value is none)."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def positive(name: str, value: int) -> int:
-    """Return `value`, or refuse it.
+    """Return `value` as a Python integer, or refuse it.
 
     Raises:
-        LayoutError: it is not an integer ≥ 1.
+        LayoutError: it is not an integer ≥ 1, or more than actions can count.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_whole(value) or value < 1:
         raise LayoutError(f"{name} = {value!r} must be an integer >= 1")
-    return value
+    if value > MICROBATCH_MASK:
+        raise LayoutError(f"{name} = {value} is more than actions can count; use at most {MICROBATCH_MASK}")
+    return int(value)
+
+
+def _short(owners: tuple[object, ...]) -> str:
+    return str(owners) if len(owners) <= 16 else f"({', '.join(map(str, owners[:16]))}, … {len(owners)} stages)"

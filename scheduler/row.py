@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, MICROBATCH_MASK, STAGE_SHIFT, Action, Kind
+from pipert.scheduler.errors import ActionError
 
 Codes = npt.NDArray[np.int64]
 
@@ -23,14 +24,17 @@ def pack(stages: npt.ArrayLike, kind: int | Codes, microbatches: npt.ArrayLike =
 class ActionRow(Sequence[Action]):
     """An immutable sequence of actions over one array of packed codes (8 bytes an action).
 
-    It compares, hashes and iterates as a tuple of actions would. Loops over many actions read `codes`,
-    `stages`, `kinds` and `microbatches` instead of creating objects.
+    It iterates as a tuple of actions would; rows compare and hash by their actions. Loops over many actions read
+    `codes`, `stages`, `kinds` and `microbatches` instead of creating objects.
+
+    Raises:
+        ActionError: something is no action, or its numbers are out of range.
     """
 
     __slots__ = ("_codes",)
 
     def __init__(self, actions: Iterable[Action] = ()) -> None:
-        self._codes: Codes = np.fromiter((action.code for action in actions), dtype=np.int64)
+        self._codes: Codes = np.fromiter(map(_code, actions), dtype=np.int64)
         self._codes.flags.writeable = False
 
     @classmethod
@@ -105,3 +109,11 @@ class ActionRow(Sequence[Action]):
 
     def __repr__(self) -> str:
         return f"ActionRow.parse({str(self)!r})"
+
+
+def _code(action: Action) -> int:
+    if not isinstance(action, Action):
+        raise ActionError(
+            f"{action!r:.60} is not an Action; write Action(stage, kind, micro-batch), or ActionRow.parse('0F0 0B0')"
+        )
+    return action.code

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipert.scheduler.action import Action
-from pipert.scheduler.placement import Placement
+from pipert.scheduler.errors import LayoutError
+from pipert.scheduler.placement import Placement, is_whole
 from pipert.scheduler.row import ActionRow
 
 
@@ -22,12 +23,28 @@ class Schedule:
         placement: the rank of every stage.
         microbatches: the number of micro-batches of a step, ≥ 1.
         rows: one `ActionRow` a rank.
+
+    Raises:
+        LayoutError: a field is of another type.
     """
 
     name: str
     placement: Placement
     microbatches: int
     rows: tuple[ActionRow, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.placement, Placement):
+            raise LayoutError(f"placement = {self.placement!r:.60} is not a Placement; write Placement.of(...)")
+        if not is_whole(self.microbatches):
+            raise LayoutError(f"microbatches = {self.microbatches!r} must be an integer")
+        strange = [row for row in self.rows if not isinstance(row, ActionRow)]
+        if strange:
+            raise LayoutError(
+                f"the row {strange[0]!r:.60} is not an ActionRow; Schedule.of takes any iterables of actions"
+            )
+        object.__setattr__(self, "microbatches", int(self.microbatches))
+        object.__setattr__(self, "rows", tuple(self.rows))
 
     @classmethod
     def of(cls, name: str, placement: Placement, microbatches: int, rows: Iterable[Iterable[Action]]) -> Schedule:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from pipert.scheduler.errors import SemanticsError
 
 Matching = Literal["tag", "order"]
 Channel = Literal["message", "pair", "direction", "rank"]
@@ -36,6 +38,9 @@ class Semantics:
         channel: what shares a queue: nothing (each ``message`` on its own), each ``pair`` of ranks, each ``direction``
             of a pair, or all messages of a ``rank``.
         grouped: adjacent messages may be issued as one group.
+
+    Raises:
+        SemanticsError: a value that is none of these.
     """
 
     name: str
@@ -44,6 +49,14 @@ class Semantics:
     matching: Matching = "tag"
     channel: Channel = "message"
     grouped: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("matching", get_args(Matching)), ("channel", get_args(Channel))):
+            if getattr(self, name) not in known:
+                raise SemanticsError(f"{name} = {getattr(self, name)!r} is no rule; choose one of {', '.join(known)}")
+        for name in ("buffered", "blocking", "grouped"):
+            if not isinstance(getattr(self, name), bool):
+                raise SemanticsError(f"{name} = {getattr(self, name)!r} is neither True nor False")
 
     def describe(self) -> str:
         """The rules in a few words, without the name."""

@@ -48,7 +48,7 @@ def read(text: str) -> Schedule | Program:
     Raises:
         FormatError: the text is not in the format.
     """
-    lines = _lines(text)
+    lines = _lines(text.removeprefix("\ufeff"))  # the mark that some editors put before a text
     header, first = next(lines, (1, ""))
     contents = _Contents(_is_program(header, first), header)
     for line, words in lines:

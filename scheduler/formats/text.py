@@ -95,6 +95,9 @@ def _program(program: Program) -> Iterator[str]:
     yield f"pipert-program {VERSION}"
     yield from _head(program.schedule)
     yield f"transport {_transport(program.semantics)}"
+    if program.trainable_from < 0 or not all(tie and min(tie) >= 0 for tie in program.ties):
+        numbers = f"trainable_from {program.trainable_from}, ties {program.ties}"
+        raise FormatError(f"{numbers} have no text form; stages are numbered from 0, and a tie has some")
     if program.trainable_from:
         yield f"trainable_from {program.trainable_from}"
     for tie in program.ties:
@@ -109,6 +112,8 @@ def _program(program: Program) -> Iterator[str]:
 
 
 def _head(schedule: Schedule) -> Iterator[str]:
+    if schedule.microbatches < 0:
+        raise FormatError(f"microbatches = {schedule.microbatches} has no text form; a step has at least one")
     yield f"name {_name(schedule.name)}"
     yield f"microbatches {schedule.microbatches}"
     yield f"placement {schedule.placement}"

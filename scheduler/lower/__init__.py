@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from pipert.scheduler.errors import LayoutError, ScheduleError
+from pipert.scheduler.errors import LayoutError, ScheduleError, SemanticsError
 from pipert.scheduler.index import flatten, usable_actions
 from pipert.scheduler.lower.groups import group_exchanges
 from pipert.scheduler.lower.meta import add_sizes
@@ -16,7 +16,7 @@ from pipert.scheduler.lower.sends import add_messages
 from pipert.scheduler.lower.trainable import drop_frozen
 from pipert.scheduler.program import Program
 from pipert.scheduler.schedule import Schedule
-from pipert.scheduler.semantics import Semantics
+from pipert.scheduler.semantics import NAMED, Semantics
 
 
 def lower(
@@ -47,9 +47,16 @@ def lower(
 
     Raises:
         LayoutError: an argument is out of range.
-        ScheduleError: the schedule has an action that is no computation, is out of range, or stands on a rank that does
-            not own its stage.
+        SemanticsError: `semantics` is something else, such as a name.
+        ScheduleError: this is a program already, or the schedule has an action that is no computation, is out of range,
+            or stands on a rank that does not own its stage.
     """
+    if isinstance(schedule, Program):
+        raise ScheduleError("this is a program, so it has been lowered before; lower its schedule, program.schedule")
+    if not isinstance(semantics, Semantics):
+        raise SemanticsError(
+            f"semantics = {semantics!r:.60} is not a Semantics; semantics.NAMED has them by name: {', '.join(NAMED)}"
+        )
     if not 0 <= trainable_from <= schedule.num_stages:
         raise LayoutError(f"trainable_from = {trainable_from} must be in 0 .. {schedule.num_stages}, the stages")
     if prefetch < 0:

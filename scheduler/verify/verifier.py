@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from pipert.scheduler.errors import LayoutError
 from pipert.scheduler.index import index
+from pipert.scheduler.placement import is_whole
 from pipert.scheduler.program import Program
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.verify.actions import ACTION_RULES
@@ -41,7 +42,7 @@ def verify(target: Schedule | Program, *, limits: int | Sequence[int] | None = N
         The proof; print it, ask `Proof.ok`, or call `Proof.require`.
 
     Raises:
-        LayoutError: `limits` does not fit the ranks.
+        LayoutError: `limits` does not fit the ranks, or has something that is no count.
     """
     subject = Subject(index(target), _per_rank(limits, target))
     faults: list[Fault] = []
@@ -71,7 +72,12 @@ def _judge(rule: Rule, subject: Subject, faults: list[Fault], checks: list[Check
 def _per_rank(limits: int | Sequence[int] | None, target: Schedule | Program) -> tuple[int, ...] | None:
     if limits is None:
         return None
-    each = (limits,) * target.num_ranks if isinstance(limits, int) else tuple(limits)
+    each = tuple(limits) if isinstance(limits, Iterable) else (limits,) * target.num_ranks
+    strange = [limit for limit in each if not is_whole(limit) or limit < 0]
+    if strange:
+        raise LayoutError(
+            f"limits = {limits!r} has {strange[0]!r}; a limit is a number of micro-batches, an integer >= 0"
+        )
     if len(each) != target.num_ranks:
         raise LayoutError(f"{len(each)} limits for {target.num_ranks} ranks; give one number, or one for each rank")
     return each

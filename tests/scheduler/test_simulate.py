@@ -249,6 +249,25 @@ def test_a_program_that_deadlocks_is_refused_with_the_picture() -> None:
     simulate(crossing(MPI_BUFFERED), Costs(1, 1))
 
 
+@pytest.mark.parametrize(
+    ("microbatches", "rows", "message"),
+    [
+        (1, ("0F0 0F0 0B0", "1F0 1B0"), "a second 0F0"),
+        (1, ("0F0 0B0 0B0", "1F0 1B0"), "a second 0B0"),
+        (1, ("0F0 0B0 0W0", "1F0 1B0"), "back-propagated twice"),
+        (1, ("0F0 0B0",), "1 rows for a placement on 2 ranks"),
+        (1, ("0F0 0B0", "1F0 1B0", ""), "3 rows for a placement on 2 ranks"),
+        (0, ("", ""), "0 micro-batches"),
+        (10**18, ("0F0 0B0", "1F0 1B0"), "4 actions cannot run"),
+    ],
+)
+def test_a_schedule_that_does_something_twice_or_has_no_size_is_refused(
+    microbatches: int, rows: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(UnsafeProgramError, match=message):
+        simulate(schedule("0 1", microbatches, *rows), Costs(1, 2))
+
+
 def test_malformed_targets_are_refused_before_they_run() -> None:
     with pytest.raises(UnsafeProgramError, match="micro-batch 7 of 1"):
         simulate(schedule("0", 1, "0F7 0B0"), Costs(1, 1))
@@ -265,7 +284,10 @@ def test_malformed_targets_are_refused_before_they_run() -> None:
         ({"forward": float("nan")}, "must be finite"),
         ({"forward": (1, float("inf"))}, "must be finite"),
         ({"forward": (1, 2, 3)}, "forward has 3 numbers for 2 stages; give one, or one for each stage"),
-        ({"weight_gradient": 3}, "half of the backward takes longer than all of it"),
+        ({"forward": "fast"}, "forward = 'fast' must be a duration"),
+        ({"forward": None}, "forward = None must be a duration"),
+        ({"backward": 2j}, "backward = 2j must be a duration"),
+        ({"weight_gradient": 3}, "half of the backward takes longer than all of it, 2.0 on stage 0"),
     ],
 )
 def test_costs_that_are_no_durations_are_refused(options: dict[str, float], message: str) -> None:

@@ -131,6 +131,13 @@ def test_comments_blank_lines_spaces_and_the_order_of_lines_are_free() -> None:
     assert loads(text) == one_f_one_b(2, 2)
 
 
+def test_the_mark_and_the_line_ends_of_a_windows_editor_are_free(tmp_path: Path) -> None:
+    text = dumps(one_f_one_b(2, 2))
+    path = tmp_path / "windows.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert load(path) == loads("\ufeff" + text) == loads(text)
+
+
 def test_a_name_is_optional() -> None:
     assert loads("pipert-schedule 1\nplacement 0\nmicrobatches 1\nrank 0: 0F0 0B0\n") == Schedule.of(
         "unnamed", Placement.linear(1), 1, [[Action(0, Kind.F), Action(0, Kind.B)]]
@@ -249,6 +256,10 @@ WHOLE = lower(one_f_one_b(1, 1), MPI)
         (replace(WHOLE, groups=(((0, 1),), ((0, 1),))), "groups for 2 ranks in a program of 1"),
         (replace(WHOLE, schedule=replace(WHOLE.schedule, rows=())), "the program's schedule has no rows"),
         (replace(WHOLE.schedule, rows=(ActionRow.from_codes([200 << 28]),)), r"rank 0, action 0: the code"),
+        (replace(WHOLE.schedule, microbatches=-1), "microbatches = -1 has no text form"),
+        (replace(WHOLE, trainable_from=-1), "trainable_from -1, .* have no text form"),
+        (replace(WHOLE, ties=((),)), r"ties \(\(\),\) have no text form"),
+        (replace(WHOLE, ties=((0, -1),)), "have no text form"),
     ],
 )  # fmt: skip
 def test_what_has_no_spelling_is_refused(value: Any, words: str) -> None:
