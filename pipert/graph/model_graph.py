@@ -252,10 +252,20 @@ class ModelGraph:
 
     @classmethod
     def from_json(cls, text: str) -> ModelGraph:
-        """Read what `to_json` wrote."""
-        data = json.loads(text)
-        edges = (Edge(e["source"], e["target"], _tensors(e["tensors"])) for e in data["edges"])
-        return cls(tuple(_block(b) for b in data["blocks"]), tuple(edges), data["costs"])
+        """Read what `to_json` wrote.
+
+        Raises:
+            GraphError: the text is no graph.
+        """
+        try:
+            data = json.loads(text)
+            edges = tuple(Edge(e["source"], e["target"], _tensors(e["tensors"])) for e in data["edges"])
+            blocks, costs = tuple(_block(b) for b in data["blocks"]), data["costs"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise GraphError(
+                f"this text is not a model graph ({error!r}); write one with ModelGraph.to_json"
+            ) from error
+        return cls(blocks, edges, costs)
 
 
 def _block(data: dict[str, Any]) -> Block:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import frexp, fsum, isfinite
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -66,11 +67,10 @@ def chain_cuts(costs: Sequence[float], stages: int, reach: Reach | None = None) 
         PartitionError: more stages than blocks, a cost that is no cost, or limits that no cut keeps.
     """
     n = len(costs)
-    if not 1 <= stages <= n:
-        raise PartitionError(f"{n} blocks on {stages} stages: every stage needs a block; use 1 to {n} stages")
-    bad = [i for i, c in enumerate(costs) if not (isfinite(c) and c >= 0)]
+    check_stage_count(n, stages)
+    bad = [i for i, c in enumerate(costs) if not _is_cost(c)]
     if bad:
-        raise PartitionError(f"block {bad[0]} costs {costs[bad[0]]}; costs must be finite and not negative")
+        raise PartitionError(f"block {bad[0]} costs {costs[bad[0]]!r}; costs must be finite and not negative")
     reach = reach or Reach.unlimited(n, stages)
     weights = whole_numbers(costs)
     prefix = np.concatenate(([0], np.cumsum(weights)))
@@ -82,11 +82,32 @@ def chain_cuts(costs: Sequence[float], stages: int, reach: Reach | None = None) 
     return _limits_by_stage(back, prefix, reach)
 
 
+def check_stage_count(blocks: int, stages: int) -> None:
+    """Refuse a number of stages that blocks cannot fill.
+
+    Raises:
+        PartitionError: it is no whole number from 1 to the number of blocks.
+    """
+    if not isinstance(stages, Integral) or isinstance(stages, bool):
+        raise PartitionError(f"stages = {stages!r} must be a whole number; use ranks x chunks")
+    if not 1 <= stages <= blocks:
+        remedy = f"use ranks x chunks of 1 to {blocks}" if blocks else "there must be at least one block"
+        raise PartitionError(f"{blocks} blocks on {stages} stages: every stage needs a block; {remedy}")
+
+
+def _is_cost(cost: float) -> bool:
+    """Whether it is a number that is finite as a float and not negative."""
+    try:
+        return isinstance(cost, (float, int, Real)) and isfinite(cost) and cost >= 0
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
 def whole_numbers(costs: Sequence[float]) -> Array:
     """Costs as integers that keep their ratios and sum up to less than 2^52; exact where a power of two allows."""
-    total = fsum(costs)
-    shift = 51 - frexp(total)[1] if total else 0
-    return np.rint(np.ldexp(np.asarray(costs, dtype=np.float64), shift)).astype(np.int64)
+    floats = np.asarray(costs, dtype=np.float64)
+    scaled = np.ldexp(floats, -frexp(floats.max())[1])  # at most 1 each, so that no sum overflows
+    return np.rint(np.ldexp(scaled, 51 - frexp(fsum(scaled))[1])).astype(np.int64)
 
 
 def coarse(prefix: Array, near: Array, stages: int) -> Array:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf, isfinite
+from numbers import Real
 
 import numpy as np
 
@@ -12,6 +14,9 @@ from pipert.errors import PartitionError
 from pipert.graph.model_graph import ModelGraph
 from pipert.partition.chain import Array, Reach
 from pipert.partition.kernels import Backend, memory_reach
+
+_MOST = {"memory": 2**62, "in_flight": 2**28, "blocks": 2**62}
+"""Limits beyond these are the same as these: sums and products of them fit into 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,9 @@ class StageLimit:
         memory: bytes, None for no limit.
         in_flight: micro-batches whose activations live at once, as the schedule has it (1F1B on p stages: p - stage).
         blocks: at most this many blocks, None for no limit.
+
+    Raises:
+        PartitionError: a number that is no limit.
     """
 
     memory: int | None = None
@@ -29,22 +37,28 @@ class StageLimit:
     blocks: int | None = None
 
     def __post_init__(self) -> None:
-        if (
-            self.in_flight < 0
-            or (self.memory is not None and self.memory < 0)
-            or (self.blocks is not None and self.blocks < 1)
-        ):
-            raise PartitionError(f"{self} is no limit; memory and in_flight must be >= 0, blocks >= 1")
+        for name, least in (("memory", 0), ("in_flight", 0), ("blocks", 1)):
+            value: float | None = getattr(self, name)
+            if value is None and name != "in_flight":
+                continue
+            if value is None or not isinstance(value, Real) or not isfinite(value) or int(value) != value:
+                remedy = "give a whole number" + (", or None for no limit" if name != "in_flight" else "")
+                raise PartitionError(f"{name} = {value!r} is no limit of a stage; {remedy}")
+            if value < least:
+                raise PartitionError(f"{name} = {value!r} is no limit of a stage; it must be >= {least}")
+            object.__setattr__(self, name, min(int(value), _MOST[name]))  # 80e9 and NumPy's integers are fine too
 
 
 def per_stage(limits: StageLimit | Sequence[StageLimit] | None, stages: int) -> tuple[StageLimit, ...]:
     """One limit per stage.
 
     Raises:
-        PartitionError: not as many limits as stages.
+        PartitionError: not as many limits as stages, or something that is no limit.
     """
     if limits is None or isinstance(limits, StageLimit):
         return (limits or StageLimit(),) * stages
+    if not isinstance(limits, Sequence) or not all(isinstance(limit, StageLimit) for limit in limits):
+        raise PartitionError(f"limits = {limits!r:.80}: give a StageLimit(memory=..., in_flight=...), or one per stage")
     if len(limits) != stages:
         raise PartitionError(
             f"{len(limits)} stage limits for {stages} stages; give one for each, or a single one for all"
@@ -62,10 +76,17 @@ class Memory:
     Attributes:
         graph: the model.
         state: bytes kept per byte of parameters: 4 for weights, gradients and two moments of the same type.
+
+    Raises:
+        PartitionError: ``state`` is not a number >= 0.
     """
 
     graph: ModelGraph
     state: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.state, Real) or not 0 <= self.state < inf:
+            raise PartitionError(f"state = {self.state!r} must be >= 0: the bytes kept per byte of parameters")
 
     @cached_property
     def groups(self) -> dict[str, list[int]]:

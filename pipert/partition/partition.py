@@ -165,10 +165,17 @@ class Partition:
 
     @classmethod
     def from_json(cls, text: str) -> Partition:
-        """Read what `to_json` wrote."""
-        data = json.loads(text)
-        stages = tuple(Stage(**{**stage, "blocks": tuple(stage["blocks"])}) for stage in data["stages"])
-        return cls(stages, tuple(Skip(**skip) for skip in data["skips"]), data["method"], data["costs"])
+        """Read what `to_json` wrote.
+
+        Raises:
+            PartitionError: the text is no partition.
+        """
+        try:
+            data = json.loads(text)
+            stages = tuple(Stage(**{**stage, "blocks": tuple(stage["blocks"])}) for stage in data["stages"])
+            return cls(stages, tuple(Skip(**skip) for skip in data["skips"]), data["method"], data["costs"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise PartitionError(f"this text is no partition ({error!r}); write one with Partition.to_json") from error
 
 
 def describe(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from numbers import Integral
 
 import numpy as np
 
 from pipert.errors import PartitionError
 from pipert.graph.model_graph import ModelGraph
-from pipert.partition.chain import chain_cuts
+from pipert.partition.chain import chain_cuts, check_stage_count
 from pipert.partition.dag import DOWNSET_CAP, dag_cuts, is_total_order
 from pipert.partition.limits import Memory, StageLimit, per_stage
 from pipert.partition.partition import Partition, describe
@@ -40,11 +41,7 @@ def partition_graph(
     Raises:
         PartitionError: more stages than blocks, blocks without costs, limits that cannot be kept, cuts that do not fit.
     """
-    n = len(graph.blocks)
-    if not 1 <= stages <= n:
-        raise PartitionError(
-            f"{n} blocks on {stages} stages: every stage needs a block; use ranks x chunks of 1 to {n}"
-        )
+    check_stage_count(len(graph.blocks), stages)
     bounds, memory = per_stage(limits, stages), Memory(graph, state)
     costs = _known_costs(graph, bounds)
     if cuts is not None:
@@ -74,8 +71,8 @@ def _solve(
 def _by_hand(graph: ModelGraph, stages: int, cuts: Sequence[int] | Sequence[str]) -> list[list[str]]:
     """The user's cuts as names per stage, in the order of the graph."""
     names, n = [block.name for block in graph.blocks], len(graph.blocks)
-    wishes = list(cuts)
-    counts = [c for c in wishes if isinstance(c, int)]
+    wishes = [cuts] if isinstance(cuts, str) else list(cuts)
+    counts = [int(c) for c in wishes if isinstance(c, Integral)]
     if len(counts) == len(wishes):
         if len(counts) != stages or min(counts) < 1 or sum(counts) != n:
             raise PartitionError(
@@ -127,6 +124,12 @@ def _check_kept(result: Partition, limits: Sequence[StageLimit]) -> None:
 def _explain(error: PartitionError, graph: ModelGraph, limits: Sequence[StageLimit], memory: Memory) -> PartitionError:
     """Add what stands in the way most plainly: a block that fits nowhere, or the sums."""
     if all(limit.memory is None and limit.blocks is None for limit in limits):
+        return error
+    places = [limit.blocks for limit in limits if limit.blocks is not None]
+    if len(places) == len(limits) and sum(places) < len(graph.blocks):
+        room_for = f"{len(graph.blocks)} blocks, the stages may hold {sum(places)} together"
+        return PartitionError(f"{error}: {room_for}; use more stages, or raise the limits")
+    if all(limit.memory is None for limit in limits):
         return error
     room = [limit.memory for limit in limits if limit.memory is not None]
     flights = sorted({limit.in_flight for limit in limits})

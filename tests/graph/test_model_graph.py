@@ -47,6 +47,12 @@ def test_tied_parameters_are_groups_with_a_name_in_each_block() -> None:
     assert (group.numel, group.nbytes) == (488, 1952)
 
 
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"edges": [], "blocks": [{}]}', '{"edges": [1], "blocks": []}'])
+def test_a_text_that_is_no_graph_is_refused(text: str) -> None:
+    with pytest.raises(GraphError, match=r"this text is not a model graph .*; write one with ModelGraph.to_json"):
+        ModelGraph.from_json(text)
+
+
 def test_a_graph_is_a_value_that_comes_back_from_its_text() -> None:
     again = ModelGraph.from_json(model().to_json())
     assert again == model()

@@ -48,7 +48,18 @@ def test_stages_without_a_block_are_refused(blocks: int, stages: int) -> None:
         chain_cuts([1.0] * blocks, stages)
 
 
-@pytest.mark.parametrize("cost", [nan, inf, -1.0])
+@pytest.mark.parametrize("stages", [2.0, "2", None, True])
+def test_a_number_of_stages_that_is_no_whole_number_is_refused(stages: int) -> None:
+    with pytest.raises(PartitionError, match=r"stages = .* must be a whole number"):
+        chain_cuts([1.0] * 3, stages)
+
+
+def test_costs_whose_sum_is_beyond_all_floats_or_next_to_nothing_are_cut_all_the_same() -> None:
+    assert counts([1e308] * 5, 4) == counts([5e-324] * 5, 4) == [2, 1, 1, 1]
+    assert counts([1e308, 1.0, 1.0, 1e308], 2) == [3, 1]
+
+
+@pytest.mark.parametrize("cost", [nan, inf, -1.0, 10**400, "1", None])
 def test_a_cost_that_is_no_cost_is_refused(cost: float) -> None:
     with pytest.raises(PartitionError, match="block 1 costs"):
         chain_cuts([1.0, cost, 1.0], 2)

@@ -52,6 +52,12 @@ def test_a_partition_is_a_value_that_comes_back_from_its_text() -> None:
     assert partition_graph(model(), 3) == found
 
 
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"stages": [{"blocks": 3}]}', '{"stages": [{}], "skips": []}'])
+def test_a_text_that_is_no_partition_is_refused(text: str) -> None:
+    with pytest.raises(PartitionError, match=r"this text is no partition .*; write one with Partition.to_json"):
+        Partition.from_json(text)
+
+
 def test_a_partition_knows_where_blocks_are() -> None:
     found = partition_graph(model(), 3)
     assert found.stage_of("blocks.2") == 1

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,7 +140,7 @@ def test_blocks_without_a_cost_are_refused() -> None:
         partition_graph(ModelGraph.chain([Block("a"), Block("b")]), 2)
 
 
-@pytest.mark.parametrize("cuts", [[1, 3, 2], ["b1", "b4"], ["b0", "b1", "b4"]])
+@pytest.mark.parametrize("cuts", [[1, 3, 2], np.array([1, 3, 2]), ["b1", "b4"], ["b0", "b1", "b4"]])
 def test_cuts_by_hand_are_counts_or_first_blocks(cuts: list[int] | list[str]) -> None:
     graph = ModelGraph.chain(block(f"b{i}") for i in range(6))
     found = partition_graph(graph, 3, cuts=cuts)
@@ -157,6 +159,7 @@ def test_cuts_by_hand_are_counts_or_first_blocks(cuts: list[int] | list[str]) ->
         (["b1", "b1"], "in order"),
         (["b1", "x"], "unknown blocks x; blocks are b0, b1"),
         ([], "cuts"),
+        ("b1", r"cuts \['b1'\] for 3 stages: name the first block of each"),
     ],
 )
 def test_cuts_by_hand_that_do_not_fit_are_refused(cuts: list[int] | list[str], reason: str) -> None:
@@ -178,5 +181,51 @@ def test_limits_must_be_one_for_all_or_one_for_each() -> None:
     graph = ModelGraph.chain(block(f"b{i}") for i in range(6))
     with pytest.raises(PartitionError, match="2 stage limits for 3 stages"):
         partition_graph(graph, 3, limits=[StageLimit()] * 2)
-    with pytest.raises(PartitionError, match="blocks >= 1"):
-        StageLimit(blocks=0)
+    with pytest.raises(PartitionError, match=r"limits = 5: give a StageLimit\(memory=..., in_flight=...\), or one per"):
+        partition_graph(graph, 3, limits=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "reason"),
+    [
+        ({"blocks": 0}, "blocks = 0 is no limit of a stage; it must be >= 1"),
+        ({"memory": -1}, "memory = -1 is no limit of a stage; it must be >= 0"),
+        ({"in_flight": -1}, "in_flight = -1"),
+        ({"in_flight": None}, "in_flight = None is no limit of a stage; give a whole number$"),
+        ({"memory": "80GB"}, "memory = '80GB' is no limit of a stage; give a whole number, or None for no limit"),
+        ({"memory": float("inf")}, "or None for no limit"),
+        ({"memory": float("nan")}, "memory = nan"),
+        ({"blocks": 1.5}, "blocks = 1.5"),
+    ],
+)
+def test_a_limit_that_is_none_is_refused(numbers: dict[str, Any], reason: str) -> None:
+    with pytest.raises(PartitionError, match=reason):
+        StageLimit(**numbers)
+
+
+@pytest.mark.parametrize("memory", [80e9, np.int64(80), 10**30])
+@pytest.mark.parametrize("blocks", [6, 6000])
+def test_a_limit_may_be_written_as_a_float_and_be_larger_than_any_memory(memory: float, blocks: int) -> None:
+    graph = ModelGraph.chain(block(f"b{i}", kept=1) for i in range(blocks))
+    limit = StageLimit(memory=memory, in_flight=3)  # type: ignore[arg-type]
+    wanted = (blocks // 2, blocks // 2) if memory > 80 or blocks == 6 else None
+    if wanted is None:
+        with pytest.raises(PartitionError, match="the stages may hold 160 bytes together"):
+            partition_graph(graph, 2, limits=limit)
+    else:
+        assert partition_graph(graph, 2, limits=limit).counts == wanted
+
+
+def test_limits_of_blocks_alone_are_told_without_a_word_on_memory() -> None:
+    graph = ModelGraph.chain(block(f"b{i}") for i in range(6))
+    with pytest.raises(
+        PartitionError, match="keeps the limits: 6 blocks, the stages may hold 3 together; use more"
+    ) as e:
+        partition_graph(graph, 3, limits=StageLimit(blocks=1))
+    assert "bytes" not in str(e.value)
+
+
+@pytest.mark.parametrize("state", [-1, float("nan"), float("inf"), "4"])
+def test_bytes_of_state_that_are_no_number_are_refused(state: float) -> None:
+    with pytest.raises(PartitionError, match="state = "):
+        partition_graph(ModelGraph.chain(block(f"b{i}") for i in range(6)), 3, state=state)
