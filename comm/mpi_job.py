@@ -166,7 +166,7 @@ class Job:
             self._previous_hook(kind, error, trace)
             self.board.state(State.FAILED)
         self.fail(error)
-        self._say()
+        self._say(stack_text(trace) if isinstance(error, HangError) and trace is not None else "")
 
     def _on_abort(self) -> None:
         """In the watchdog's thread: there is a first cause. Print it, give the main thread time to unwind, end."""

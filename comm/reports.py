@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 from pipert.comm.board import Cause, Kind, State, Status
 
@@ -25,9 +25,11 @@ def exception_text(error: BaseException) -> str:
     return "\n".join(lines)
 
 
-def stack_text(frame: FrameType) -> str:
-    """Where a thread stands, innermost frame first."""
-    return _frames(traceback.extract_stack(frame))
+def stack_text(where: FrameType | TracebackType) -> str:
+    """Where a thread stands, or stood when it raised, innermost frame first."""
+    if isinstance(where, FrameType):
+        return _frames(traceback.extract_stack(where))
+    return _frames(traceback.extract_tb(where))
 
 
 def describe(status: Status, now: float) -> str:
@@ -111,8 +113,12 @@ def _one_line(error: BaseException) -> str:
 
 
 def _frames(frames: Sequence[traceback.FrameSummary], most: int = 4) -> str:
-    named = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]
-    return " < ".join(named[:most])
+    """The innermost frames, without those of this package that lie innermost: they are the same for everybody."""
+    here = Path(__file__).parent
+    inner = list(reversed(frames))
+    while len(inner) > 1 and Path(inner[0].filename).parent == here:
+        del inner[0]
+    return " < ".join(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in inner[:most])
 
 
 def _seconds(value: float) -> str:

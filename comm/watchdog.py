@@ -79,8 +79,9 @@ class Watchdog:
             for rank in gone:
                 self._forget(rank)
                 self._note_death(rank)
-            if self._armed is not None and time.monotonic() > self._armed[0]:
-                self._note_hang(*self._armed[1:])
+            armed = self._armed
+            if armed is not None and time.monotonic() > armed[0]:
+                self._note_hang(*armed[1:])
             if self._board.aborted and not self._stop:
                 self._on_abort()
                 return
