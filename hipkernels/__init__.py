@@ -11,15 +11,58 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipert.hipkernels.ops.activation import bias_gelu, swiglu
+    from pipert.hipkernels.ops.cross_entropy import (
+        cross_entropy,
+        cross_entropy_gradient_,
+        cross_entropy_losses,
+        cross_entropy_statistics,
+        cross_entropy_sums,
+    )
+    from pipert.hipkernels.ops.dropout import bias_dropout_add
     from pipert.hipkernels.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+    from pipert.hipkernels.ops.optimizer import adamw_, scale_cast, squared_norm
+    from pipert.hipkernels.ops.rotary import rotary
+    from pipert.hipkernels.ops.softmax import masked_softmax
 
 _HOMES = {
+    "adamw_": "optimizer",
     "add_layer_norm": "norm",
     "add_rms_norm": "norm",
+    "bias_dropout_add": "dropout",
+    "bias_gelu": "activation",
+    "cross_entropy": "cross_entropy",
+    "cross_entropy_gradient_": "cross_entropy",
+    "cross_entropy_losses": "cross_entropy",
+    "cross_entropy_statistics": "cross_entropy",
+    "cross_entropy_sums": "cross_entropy",
     "layer_norm": "norm",
+    "masked_softmax": "softmax",
     "rms_norm": "norm",
+    "rotary": "rotary",
+    "scale_cast": "optimizer",
+    "squared_norm": "optimizer",
+    "swiglu": "activation",
 }
-__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
+__all__ = [
+    "adamw_",
+    "add_layer_norm",
+    "add_rms_norm",
+    "bias_dropout_add",
+    "bias_gelu",
+    "cross_entropy",
+    "cross_entropy_gradient_",
+    "cross_entropy_losses",
+    "cross_entropy_statistics",
+    "cross_entropy_sums",
+    "layer_norm",
+    "masked_softmax",
+    "rms_norm",
+    "rotary",
+    "scale_cast",
+    "squared_norm",
+    "swiglu",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -81,3 +81,14 @@ static inline int port_owners(int64_t columns) {
   return (int64_t)threads * PORT_VALUES < columns ? 0 : threads;
 #endif
 }
+
+// A flat range cut into contiguous chunks, one a block; chunks start at multiples of 16 elements.
+struct Chunks {
+  int64_t blocks, each;
+  int threads;
+};
+
+static inline Chunks chunks_of(int64_t n) {
+  const PortSplit split = port_split(port_ceil(n, PORT_LEAST_CHUNK), PORT_GRID);
+  return Chunks{split.blocks, split.each * PORT_LEAST_CHUNK, port_threads(256)};
+}

@@ -21,6 +21,8 @@
 // Blocks of a grid over independent rows or elements: enough to share out evenly, few enough to cost nothing. It does
 // not depend on the number of threads, so results do not either.
 #define PORT_GRID 64
+// The least elements that are worth a block of their own, a multiple of 16.
+#define PORT_LEAST_CHUNK 4096
 
 PORT_DEVICE void port_raise(float *flag) {
   const uint32_t one = 0x3f800000u;

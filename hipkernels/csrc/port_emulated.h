@@ -28,6 +28,8 @@
 #define PORT_BARRIER() port_emulated_wait(PORT_AT_BARRIER, __FILE__, __LINE__)
 #define PORT_UNROLL
 #define PORT_GRID 5
+// The least elements that are worth a block of their own, a multiple of 16.
+#define PORT_LEAST_CHUNK 304
 #define PORT_FAULT 90
 
 #if defined(__SANITIZE_THREAD__)

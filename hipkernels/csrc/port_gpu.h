@@ -21,7 +21,7 @@ typedef hipStream_t port_stream_t;
 #define PORT_BOTH static inline __host__ __device__
 #define PORT_DEVICE static __device__ __forceinline__
 #define PORT_METHOD __device__ __forceinline__
-#define PORT_KERNEL(name, ...) __global__ void __launch_bounds__(1024) name(__VA_ARGS__)
+#define PORT_KERNEL(name, ...) static __global__ void __launch_bounds__(1024) name(__VA_ARGS__)
 #define PORT_BLOCK ((int64_t)blockIdx.x)
 #define PORT_THREAD ((int64_t)threadIdx.x)
 #define PORT_THREADS ((int64_t)blockDim.x)
@@ -31,6 +31,8 @@ typedef hipStream_t port_stream_t;
 
 // Blocks of a grid over independent rows or elements. More than enough for every device; the scheduler does the rest.
 #define PORT_GRID 65536
+// The least elements that are worth a block of their own, a multiple of 16.
+#define PORT_LEAST_CHUNK 8192
 
 PORT_DEVICE float port_shuffle_xor(float value, int mask) {
 #if defined(__CUDACC__)

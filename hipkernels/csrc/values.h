@@ -304,6 +304,37 @@ PORT_DEVICE void owned_each(int64_t columns, F f) {
 #endif
 }
 
+// How many elements lanes_each of [begin, end) gives this thread.
+template <int V>
+PORT_DEVICE int64_t lanes_count(int64_t begin, int64_t end) {
+#if PORT_ONE_THREAD
+  return end - begin;
+#else
+  const int64_t left = end - begin - PORT_THREAD * V;
+  return left <= 0 ? 0 : port_ceil(left, PORT_THREADS * V) * V;
+#endif
+}
+
+// For rows much shorter than a block: calls f(row, columns_each) where columns_each(begin, end, g) calls g(i) for packs
+// of these columns. On a GPU every thread has one pack of one row at a time, of the `columns` that all calls of
+// columns_each together cover.
+template <int V, class F>
+PORT_DEVICE void rows_each(int64_t begin, int64_t end, int64_t columns, F f) {
+#if PORT_ONE_THREAD
+  (void)columns;
+  for (int64_t row = begin; row < end; ++row)
+    f(row, [&](int64_t first, int64_t last, auto g) { lanes_each<1>(first, last, g); });
+#else
+  const uint32_t packs = (uint32_t)(columns / V), count = (uint32_t)(end - begin) * packs;
+  for (uint32_t item = (uint32_t)PORT_THREAD; item < count; item += (uint32_t)PORT_THREADS) {
+    const int64_t i = (int64_t)(item % packs) * V;
+    f(begin + item / packs, [&](int64_t first, int64_t last, auto g) {
+      if (i >= first && i < last) g(i);
+    });
+  }
+#endif
+}
+
 // Calls f with a type whose `value` is the condition, so that a loop inside has no branch.
 struct Yes {
   static constexpr bool value = true;
