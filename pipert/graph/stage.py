@@ -100,16 +100,21 @@ class Wiring:
 
 
 def call_arguments(signature: inspect.Signature, value: object) -> dict[str, object]:
-    """Arguments by name when a model with this signature is called with ``value`` (see `Wiring.bind`)."""
+    """Arguments by name when a model with this signature is called with ``value`` (see `Wiring.bind`).
+
+    None for an argument that is None by default is the same as not giving it.
+    """
     args = value if isinstance(value, tuple) else () if isinstance(value, dict) else (value,)
     kwargs = value if isinstance(value, dict) else {}
     try:
-        return dict(signature.bind(*args, **kwargs).arguments)
+        given = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         what = f"{len(args)} positional and {sorted(map(str, kwargs))} keyword values"
         raise GraphError(
             f"forward{signature} cannot be called with {what}: {error}; an input tuple becomes *args, a dict **kwargs"
         ) from error
+    defaults = signature.parameters
+    return {name: item for name, item in given.items() if item is not None or defaults[name].default is not None}
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.proxy import GraphAppendingTracer, Proxy, TraceError
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipert.errors import GraphError
 
@@ -29,7 +30,7 @@ REMEDY = (
 )
 
 _ASSERTS = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")  # the second from Python 3.14 on
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Value(Proxy):
@@ -49,6 +50,15 @@ class Value(Proxy):
 
     def __itruediv__(self, other: Any) -> Any:
         return self._in_place(operator.itruediv, other)
+
+
+class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its hooks for subclasses untyped
+    """Refuses operations on tensors that draw random numbers; in this thread only."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise TraceError("random numbers drawn outside blocks would be the same in every step")
+        return func(*args, **(kwargs or {}))
 
 
 class Recorder(GraphAppendingTracer):
@@ -140,7 +150,8 @@ def _record(
     try:
         bound = inspect.signature(model.forward).bind_partial()
         bound.arguments = OrderedDict((a, recorder.create_proxy("placeholder", a, (), {})) for a in arguments)
-        result = shadow.forward(*bound.args, **bound.kwargs)
+        with _NoDraws():  # type: ignore[no-untyped-call]
+            result = shadow.forward(*bound.args, **bound.kwargs)
         recorder.create_node("output", "output", (recorder.create_arg(result),), {})
     except GraphError:
         raise
@@ -170,7 +181,7 @@ def _shadow(
     done[id(module)] = twin
     inside = inside or whole(path)
     twin.__dict__.update(module.__dict__)
-    twin.__dict__.update({name: OrderedDict() for name in _HOOKS if name in module.__dict__})
+    twin.__dict__.update({name: OrderedDict() for name in HOOKS if name in module.__dict__})
     twin.__dict__["training"] = training
     twin.__dict__["_parameters"] = _Attributes(module._parameters, path, recorder)
     twin.__dict__["_buffers"] = _Attributes(module._buffers, path, recorder)

@@ -12,7 +12,7 @@ from torch import nn
 from pipert.errors import GraphError
 from pipert.graph.model_graph import INPUT, OUTPUT, Block, Edge, ModelGraph, ParameterSpec, TensorSpec
 from pipert.graph.stage import StageBlock, TracedModel, Wiring, call_arguments
-from pipert.graph.symbolic import REMEDY, record
+from pipert.graph.symbolic import HOOKS, REMEDY, record
 from pipert.graph.wiring import split
 
 
@@ -30,9 +30,15 @@ def trace(model: nn.Module, example: object = None) -> TracedModel:
             and only by the last form: without it, arguments of ``forward`` that have defaults keep them.
 
     Raises:
-        GraphError: there are no blocks, the forward cannot be recorded, or a parameter belongs to no block.
+        GraphError: there are no blocks, the forward cannot be recorded, a parameter belongs to no block, or there are
+            hooks on a module that never runs as a whole.
     """
+    if not isinstance(model, nn.Module):
+        raise GraphError(f"the model is a {type(model).__name__}, not an nn.Module; {REMEDY}")
+    if isinstance(model, torch.jit.ScriptModule) or "_orig_mod" in model._modules:  # the latter by torch.compile
+        raise GraphError("the model is compiled as a whole; give the model itself, and compile its blocks if you like")
     listed = _listed_blocks(model)
+    _refuse_lost_hooks(model, {""} if listed is not None else _opened(model))
     if listed is not None:
         blocks, wiring = [_chain_block(model, name, module) for name, module in listed], None
     else:
@@ -123,9 +129,10 @@ def _chain_block(model: nn.Module, name: str, module: nn.Module) -> StageBlock:
 
 def _describe(block: StageBlock, identities: dict[int, str]) -> Block:
     module = block.module
+    parts = dict(module.named_modules(remove_duplicate=False))
     parameters = []
     for local, p in module.named_parameters():
-        owner = module.get_submodule(local.rpartition(".")[0])
+        owner = parts[local.rpartition(".")[0]]
         lookup = isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) or "Embedding" in type(owner).__name__
         dtype, name = str(p.dtype).removeprefix("torch."), block.path(local)
         parameters.append(
@@ -147,6 +154,19 @@ def _edges(names: list[str], wiring: Wiring) -> Iterable[Edge]:
     for source in dict.fromkeys(maker[value] for value in wiring.outputs):
         if source != names[-1]:
             yield Edge(source, OUTPUT)
+
+
+def _refuse_lost_hooks(model: nn.Module, opened: set[str]) -> None:
+    """Modules that are cut are never called, so their hooks would silently not run; those on blocks do."""
+    for path, module in model.named_modules():
+        hooks = [name for name in HOOKS if path in opened and getattr(module, name, None)]
+        if hooks:
+            what = f"its module {path}" if path else "the model itself"
+            kind = hooks[0].strip("_").replace("_", " ")
+            raise GraphError(
+                f"{type(model).__name__}: {what} has {kind}, which would not run: blocks are called one by one; "
+                "register them on blocks, or remove them"
+            )
 
 
 def _check_parameters(model: nn.Module, blocks: list[StageBlock]) -> None:

@@ -64,8 +64,8 @@ def _owners(graph: fx.Graph, calls: Sequence[fx.Node]) -> dict[fx.Node, int]:
     """Which block computes each node; -1 for the model's inputs. Attributes have no owner: every block has its own.
 
     A loose operation (a residual, a sum with a skip edge) joins the block that made its inputs where that brings no new
-    value into that block; otherwise the first block that needs it. Where something changes in place, order matters and
-    each joins the block called last before it.
+    value into that block; otherwise the first block that needs it, as does one without inputs (a table scaled by a
+    number). Where something changes in place, order matters and each joins the block called last before it.
     """
     place = {call: i for i, call in enumerate(calls)}
     needed = _first_need(graph, place)
@@ -86,6 +86,8 @@ def _owners(graph: fx.Graph, calls: Sequence[fx.Node]) -> dict[fx.Node, int]:
             owner = latest = place[node]
         elif ordered:
             owner = latest
+        elif not sources:
+            owner = needed.get(node, len(calls) - 1)
         elif node not in needed or brings_nothing:
             owner = producer
         else:

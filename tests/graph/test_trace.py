@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipert.errors import GraphError
-from pipert.graph import INPUT, OUTPUT, trace
+from pipert.graph import INPUT, OUTPUT, stage_module, trace
 from tests.graph.models import Layer, Shared, Skipping, Towers
 
 
@@ -172,6 +172,52 @@ def test_without_a_list_a_sequential_inside_is_cut() -> None:
     assert [b.name for b in trace(Model()).graph.blocks] == ["body.0", "body.1", "body.2"]
 
 
+HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+
+
+@pytest.mark.parametrize("register", HOOKS)
+@pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(4, 4)), Skipping()])
+def test_a_hook_on_a_module_that_is_cut_is_refused_since_it_would_not_run(model: nn.Module, register: str) -> None:
+    handle = getattr(model, register)(lambda *_: None)
+    with pytest.raises(
+        GraphError, match=r"the model itself has .* hooks, which would not run.*register them on blocks"
+    ):
+        trace(model)
+    handle.remove()
+    trace(model)
+
+
+def test_a_value_made_of_a_table_alone_is_made_where_it_is_needed_not_sent_there() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(8))
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x) + self.table * 0.1
+            return x
+
+    assert trace(Scaled()).graph.is_chain
+
+
+def test_hooks_on_blocks_stay() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].register_forward_hook(lambda module, inputs, output: output * 2)
+    stage = stage_module(trace(model), 0, [["0", "1"]])
+    x = torch.randn(3, 4)
+    assert torch.equal(stage(x), model(x))
+
+
+def test_an_argument_given_as_the_none_that_it_is_by_default_is_not_given() -> None:
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    assert edges(Skipping(), {"ids": ids, "bias": None}) == edges(Skipping(), (ids, None)) == edges(Skipping())
+    traced = trace(Skipping(), ids)
+    stage = stage_module(traced, 0, [list(traced.blocks)])
+    assert torch.equal(stage((ids, None)), stage(ids))
+
+
 def test_an_optional_argument_is_there_only_if_the_example_has_it() -> None:
     ids, bias = torch.zeros(1, 4, dtype=torch.long), torch.zeros(61)
     assert "<input> -> norm" not in edges(Skipping())
@@ -255,6 +301,15 @@ def no_block(m: Listed, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def noise(m: Listed, x: torch.Tensor) -> torch.Tensor:
+    return m.layers[1](m.layers[0](x)) + torch.randn(4)
+
+
+def layer_drop(m: Listed, x: torch.Tensor) -> torch.Tensor:
+    x = m.layers[0](x)
+    return m.layers[1](x) if torch.rand([]) < 0.5 else x
+
+
 @pytest.mark.parametrize(
     ("run", "reason"),
     [
@@ -271,6 +326,8 @@ def no_block(m: Listed, x: torch.Tensor) -> torch.Tensor:
         (unused, "2 parameters belong to no block: layers.1.weight, layers.1.bias"),
         (returns_parameter, "returns free itself; return what a block makes of it"),
         (no_block, "calls no submodule"),
+        (noise, "random numbers drawn outside blocks would be the same in every step"),
+        (layer_drop, r"test_trace.py:\d+, `return m.layers.*random numbers drawn outside blocks"),
     ],
 )
 def test_what_would_be_traced_wrongly_is_refused_with_reason_and_remedy(run: Callable[..., Any], reason: str) -> None:
@@ -293,6 +350,7 @@ class Empty(nn.Module):
         (nn.Sequential(), "Sequential has no blocks; at least one is needed"),
         (nn.ModuleList([nn.Linear(2, 2)]), "ModuleList has no forward, so the order of its blocks is unknown"),
         (nn.Module(), "Module has no forward"),
+        (math.sqrt, "the model is a builtin_function_or_method, not an nn.Module; make the model"),
         (nn.Sequential(nn.LazyLinear(3)), "parameters without a shape yet: 0.weight, 0.bias; run lazy modules once"),
         (Empty([]), "Empty has no blocks"),
         (Empty([nn.Linear(2, 2)]), r"Empty.blocks\(\) must return \[\(name, module\), ...\], not \[Linear"),
@@ -303,6 +361,13 @@ class Empty(nn.Module):
 def test_a_model_without_proper_blocks_is_refused(model: nn.Module, reason: str) -> None:
     with pytest.raises(GraphError, match=reason):
         trace(model)
+
+
+def test_a_model_compiled_as_a_whole_is_refused() -> None:
+    compiled = nn.Module()
+    compiled.add_module("_orig_mod", nn.Sequential(nn.Linear(2, 2)))  # what torch.compile makes, without its seconds
+    with pytest.raises(GraphError, match="the model is compiled as a whole; give the model itself"):
+        trace(compiled)
 
 
 def test_tracing_runs_nothing_and_changes_nothing() -> None:
