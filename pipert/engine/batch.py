@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -50,7 +50,26 @@ def split(batch: object, side: int, parts: int) -> list[Any]:
     value = batch[side]  # type: ignore[index]
     if value is None and side == TARGETS:
         return []  # one for each micro-batch; only the inputs tell how many
+    _check_rows(batch)
     return split_value(value, parts, _SIDES[side])
+
+
+def _check_rows(batch: Any) -> None:
+    """Refuse inputs and targets of different samples: losses that broadcast would not notice."""
+    rows = [{len(t) for t in _tensors(value) if t.dim() and t.numel()} for value in (batch[INPUTS], batch[TARGETS])]
+    if all(len(found) == 1 for found in rows) and rows[INPUTS] != rows[TARGETS]:
+        inputs, targets = (found.pop() for found in rows)
+        raise BatchError(
+            f"there are {inputs} samples of inputs and {targets} of targets in dimension 0; they are split into "
+            "micro-batches alike, so give both as many, or pass a list of (inputs, targets) pairs"
+        )
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    try:
+        return flatten(value)[0]
+    except BoundaryError:  # told when this side is split, where it is needed
+        return []
 
 
 def _is_pair(item: object) -> bool:
@@ -58,6 +77,10 @@ def _is_pair(item: object) -> bool:
 
 
 def _describe(batch: object) -> str:
+    if isinstance(batch, list) and batch and all(isinstance(item, list) and len(item) == 2 for item in batch):
+        return f"a list of {len(batch)} lists (make each a tuple, as in [(inputs, targets), ...])"
+    if isinstance(batch, Iterable) and not isinstance(batch, torch.Tensor | list | tuple | dict | str):
+        return f"{type(batch).__name__} (pass iter(...) of it, or one batch after another)"
     size = f" of {len(batch)}" if isinstance(batch, list | tuple | dict) else ""
     return f"{'an empty ' if size == ' of 0' else ''}{type(batch).__name__}{size if size != ' of 0' else ''}"
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from pipert.engine.structure import flatten
 from pipert.errors import BatchError
@@ -25,9 +29,55 @@ class LossFunction(Protocol):
 CountFunction = Callable[[Any], float]
 
 
+@dataclass(frozen=True, eq=False)
+class Averaging:
+    """How a loss function makes its mean, as far as it can be read off it.
+
+    Attributes:
+        reduction: what torch's losses call so; ``mean`` where nothing is said.
+        ignore_index: the class that does not count.
+        weight: the weights of the classes, by which torch's mean of a cross-entropy divides.
+    """
+
+    reduction: str = "mean"
+    ignore_index: int = IGNORE_INDEX
+    weight: torch.Tensor | None = None
+
+    @staticmethod
+    def of(loss_fn: object) -> Averaging:
+        """Of one of torch's losses, alone, in a `functools.partial` or in a module; or of what has its attributes."""
+        if isinstance(loss_fn, partial):
+            if isinstance(loss_fn.func, nn.Module):
+                return Averaging.of(loss_fn.func)
+            return Averaging._said(loss_fn.keywords, by_class=loss_fn.func in (F.cross_entropy, F.nll_loss))
+        if isinstance(loss_fn, nn.Module) and not hasattr(loss_fn, "ignore_index"):
+            inner = [part for part in loss_fn.modules() if isinstance(part, nn.modules.loss._Loss)]
+            loss_fn = inner[0] if len(inner) == 1 else loss_fn
+        names = [name for name in ("reduction", "ignore_index", "weight") if hasattr(loss_fn, name)]
+        by_class = isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss))
+        return Averaging._said({name: getattr(loss_fn, name) for name in names}, by_class)
+
+    @staticmethod
+    def _said(said: Mapping[str, Any], by_class: bool) -> Averaging:
+        reduction = str(said.get("reduction", "mean"))
+        weight = said.get("weight") if by_class and reduction == "mean" else None
+        return Averaging(reduction, said.get("ignore_index", IGNORE_INDEX), weight)
+
+    def count(self, target: torch.Tensor) -> float:
+        """What the mean divides by: for class indices those not ignored, or their weights; else the elements."""
+        if self.reduction == "batchmean":
+            return len(target)
+        if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+            return target.numel()
+        counted = target[target != self.ignore_index]
+        if self.weight is None:
+            return counted.numel()
+        return float(self.weight.detach().double().to(target.device)[counted.long()].sum())
+
+
 def default_count(loss_fn: object) -> CountFunction:
     """What mean losses count: targets that are not ignored where they are class indices, else elements."""
-    ignore = getattr(loss_fn, "ignore_index", IGNORE_INDEX)
+    averaging = Averaging.of(loss_fn)
 
     def count(target: object) -> float:
         tensors, _ = flatten(target)
@@ -36,10 +86,7 @@ def default_count(loss_fn: object) -> CountFunction:
                 f"the targets hold {len(tensors)} tensors, so it is not clear what the loss is the mean of; "
                 "pass Pipeline(…, count_fn=…), which gives for a micro-batch's targets how much its mean loss counts"
             )
-        (tensor,) = tensors
-        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-            return tensor.numel()
-        return int((tensor != ignore).sum())
+        return averaging.count(tensors[0])
 
     return count
 

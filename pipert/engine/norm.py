@@ -47,8 +47,8 @@ def clip(owned: Iterable[Owned], norm: float, max_norm: float) -> None:
     Raises:
         ConfigError: ``max_norm`` is not positive.
     """
-    if not max_norm > 0:
-        raise ConfigError(f"max_norm = {max_norm} must be a positive number")
+    if not isinstance(max_norm, (int, float)) or not max_norm > 0:
+        raise ConfigError(f"max_norm = {max_norm!r} must be a positive number")
     coefficient = max_norm / (norm + 1e-6)
     if coefficient < 1.0 or math.isnan(coefficient):
         for entry in owned:

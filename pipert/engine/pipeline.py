@@ -18,7 +18,7 @@ from pipert.engine.programs import ProgramKey, Programs, ScheduleSource
 from pipert.engine.refusals import together
 from pipert.engine.result import StepResult
 from pipert.engine.session import Call, Session
-from pipert.engine.settings import Settings
+from pipert.engine.settings import Settings, usable_device
 from pipert.engine.stage import Recompute, Stage, warm_up
 from pipert.engine.timings import gather
 from pipert.errors import ConfigError
@@ -101,9 +101,8 @@ class Pipeline:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        where = None if device is None else torch.device(device)
-
         def decide() -> tuple[Settings, Programs, Any]:
+            where = usable_device(device)
             settings = Settings(
                 loss_fn, schedule, microbatches, chunks, cuts, example, recompute, count_fn, seed, dynamic, where, dtype
             )
@@ -119,7 +118,7 @@ class Pipeline:
         self.proof: Proof = together(mesh.world, lambda: self._programs.proof(self._usual(parts.ties)))
         together(mesh.world, lambda: warm_up(recompute))
         self._parts = parts
-        self._device = where or _device_of(parts.modules)
+        self._device = self._settings.device or _device_of(parts.modules)
         count = count_fn or default_count(loss_fn)
         self._session = Session(mesh, self._programs, parts, self._stages(), count, self._device, dynamic)
         self.step_index = 0

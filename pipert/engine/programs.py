@@ -138,6 +138,11 @@ class Programs:
                     "return a Schedule for as many as it was asked for"
                 )
             return schedule
+        if not isinstance(self._source, Schedule):
+            raise ConfigError(
+                f"schedule = {self._source!r:.80} is none; use a name such as '1f1b', a Schedule, or a function "
+                "(ranks, microbatches) -> Schedule"
+            )
         if self._source.microbatches != microbatches:
             raise BatchError(
                 f"the schedule {self._source.name} is for {self._source.microbatches} micro-batches, not "

@@ -26,6 +26,7 @@ from pipert.engine.parameters import ranks_of
 from pipert.engine.programs import ProgramKey, Programs
 from pipert.engine.refusals import REFUSALS, encode
 from pipert.engine.result import StepResult
+from pipert.engine.settings import check_positive
 from pipert.engine.sizes import SizeBook
 from pipert.engine.stage import Stage, StepData
 from pipert.engine.structure import flatten
@@ -129,6 +130,7 @@ class Session:
         inputs: list[Any] = []
         targets: list[Any] = []
         try:
+            check_positive("microbatches", call.microbatches)
             batch = batches.pull(source) if self._first or self._last else None
             if self._first:
                 inputs = [self._to_device(x) for x in batches.split(batch, batches.INPUTS, call.microbatches)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from pipert.engine.loss import CountFunction, LossFunction
+from pipert.engine.loss import Averaging, CountFunction, LossFunction
 from pipert.engine.programs import ScheduleSource
 from pipert.engine.stage import Recompute
 from pipert.errors import ConfigError
@@ -38,9 +39,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "chunks"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} = {value!r} must be an integer >= 1")
+            check_positive(name, getattr(self, name))
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed = {self.seed!r} must be an integer")
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise ConfigError(f"dtype = {self.dtype!r} is no torch.dtype; use torch.float32, torch.bfloat16, ...")
+        if self.count_fn is not None and not callable(self.count_fn):
+            raise ConfigError(f"count_fn = {self.count_fn!r:.80} is not callable; pass a function of the targets")
         if self.recompute not in get_args(Recompute):
             choices = ", ".join(map(repr, get_args(Recompute)))
             raise ConfigError(f"recompute = {self.recompute!r} is none of {choices}")
@@ -54,6 +59,12 @@ class Settings:
                 "them into the model's last block"
             )
 
+        if self.count_fn is None and _is_torch_loss(self.loss_fn) and Averaging.of(self.loss_fn).reduction == "sum":
+            raise ConfigError(
+                'loss_fn has reduction = "sum", but micro-batches are weighed by what they count, which is right for a '
+                'mean only; use reduction="mean", or pass count_fn if sums are to be averaged'
+            )
+
     def facts(self) -> dict[str, object]:
         """What must be equal on every rank, by the argument's name."""
         return {
@@ -65,3 +76,35 @@ class Settings:
             "cuts": None if self.cuts is None else repr(list(self.cuts)),
             "dtype": str(self.dtype),
         }
+
+
+def check_positive(name: str, value: object) -> None:
+    """Refuse what is no number of things.
+
+    Raises:
+        ConfigError: it is no integer >= 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} = {value!r} must be an integer >= 1")
+
+
+def usable_device(device: torch.device | str | None) -> torch.device | None:
+    """The device, where this machine has it.
+
+    Raises:
+        ConfigError: it has not, or there is no such thing.
+    """
+    if device is None:
+        return None
+    try:
+        where = torch.device(device)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f'device = {str(device)!r} cannot be used here ({reason:.120}); use "cpu", or None') from None
+    return where
+
+
+def _is_torch_loss(loss_fn: object) -> bool:
+    function = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    return isinstance(function, nn.modules.loss._Loss) or getattr(function, "__module__", "") == "torch.nn.functional"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from pipert.comm.local import run_ranks
 from pipert.comm.mesh import Mesh
@@ -63,6 +64,9 @@ def test_a_list_that_a_loader_makes_of_a_pair_is_a_pair_and_a_list_of_pairs_is_m
         ([], "not an empty list"),
         ((torch.ones(0, 3), torch.ones(0, 3)), "they need at least one sample"),
         (((torch.ones(4), torch.ones(3)), None), r"shapes \[4\], \[3\]; .* the same number of samples"),
+        ((torch.ones(4), torch.ones(3)), "there are 4 samples of inputs and 3 of targets in dimension 0"),
+        ([[torch.ones(4), torch.ones(4)]] * 3, r"not a list of 3 lists \(make each a tuple"),
+        (DataLoader([1, 2]), r"not DataLoader \(pass iter\(\.\.\.\) of it"),
         (({1, 2}, None), "the inputs cannot be split into micro-batches: a builtins.set"),
     ],
 )

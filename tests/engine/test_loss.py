@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -244,3 +245,53 @@ def test_warnings_are_not_raised_for_ordinary_batches() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_pipeline(tower(2), F.mse_loss, [[vectors(4)]], 2, microbatches=2)
+
+
+class Wrapped(nn.Module):
+    """A loss of the user's own around one of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.CrossEntropyLoss(ignore_index=0)
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.inner(output, target)
+
+
+CLASS_WEIGHTS = torch.tensor([0.5, 1.0, 4.0, 0.25, 2.0, 0.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
+        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=0, label_smoothing=0.1),
+        nn.NLLLoss(weight=CLASS_WEIGHTS, ignore_index=2),
+        partial(F.cross_entropy, ignore_index=0),
+        partial(F.cross_entropy, weight=CLASS_WEIGHTS),
+        partial(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)),
+        Wrapped(),
+    ],
+    ids=["weights", "weights, ignored, smoothed", "nll", "partial ignored", "partial weights", "partial", "wrapped"],
+)
+def test_class_weights_and_ignored_classes_give_the_mean_of_the_whole_batch(loss_fn: Any) -> None:
+    model, (inputs, _) = tower(4), vectors(8)
+    target = torch.tensor([0, 0, 0, 1, 2, 2, 5, 3])
+    mine = run_pipeline(model, loss_fn, [[(inputs, target)]], 2, microbatches=4)
+    wanted = loss_fn(model(inputs), target)
+    wanted.backward()
+    assert mine.results[0].loss == pytest.approx(wanted.item(), rel=1e-12)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(mine.gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_mean_over_the_batch_counts_samples() -> None:
+    count = default_count(nn.KLDivLoss(reduction="batchmean"))
+    assert count(torch.rand(5, 7)) == 5
+    assert default_count(nn.KLDivLoss())(torch.rand(5, 7)) == 35
+
+
+@pytest.mark.parametrize("loss_fn", [nn.MSELoss(reduction="sum"), partial(F.mse_loss, reduction="sum")])
+def test_a_sum_is_refused_where_a_mean_is_weighed(loss_fn: Any) -> None:
+    with pytest.raises(ConfigError, match=r'reduction = "sum".*use reduction="mean"'):
+        run_pipeline(tower(2), loss_fn, [[vectors(4)]], 2, microbatches=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,11 @@ def cyclic(ranks: int, microbatches: int) -> Schedule:
         (2, {"schedule": cyclic, "microbatches": 2}, UnsafeProgramError, "0B1"),
         (2, {"schedule": lambda ranks, microbatches: None}, ConfigError, "the schedule function returned None"),
         (2, {"schedule": generate("1f1b", 2, 4)}, BatchError, "is for 4 micro-batches, not 8"),
+        (2, {"schedule": 3}, ConfigError, "schedule = 3 is none; use a name such as '1f1b'"),
+        (2, {"seed": "1"}, ConfigError, "seed = '1' must be an integer"),
+        (2, {"dtype": "float32"}, ConfigError, r"dtype = 'float32' is no torch\.dtype; use torch\.float32"),
+        (2, {"device": "gpu"}, ConfigError, "device = 'gpu' cannot be used here"),
+        (2, {"count_fn": 3}, ConfigError, "count_fn = 3 is not callable"),
     ],
 )
 def test_a_pipeline_that_cannot_be(pp: int, options: dict[str, Any], error: Any, words: str) -> None:
@@ -192,6 +198,25 @@ def test_a_schedule_that_has_no_program_for_a_batch_is_refused_before_it_runs() 
         pipe.step([vectors(1)] * 3)
 
     everywhere(2, work, (BatchError, ScheduleError), "is for 4 micro-batches, not 3")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("microbatches", [0, -1, 2.0, "2", True])
+def test_an_evaluation_in_no_number_of_microbatches_is_refused_and_the_next_one_works(microbatches: Any) -> None:
+    def evaluate(transport: Any) -> None:
+        pipe = build(2)(transport)
+        with pytest.raises(ConfigError, match=f"microbatches = {microbatches!r} must be an integer >= 1"):
+            pipe.eval_step(vectors(4), microbatches=microbatches)
+        pipe.eval_step(vectors(4), microbatches=2)
+
+    run_ranks(2, evaluate)
+
+
+@pytest.mark.parametrize("max_norm", [0, -1.0, math.nan, "1", None])
+def test_gradients_are_not_clipped_to_what_is_no_norm(max_norm: Any) -> None:
+    pipe = build(1)(None)
+    pipe.step(vectors(4))
+    with pytest.raises(ConfigError, match="must be a positive number"):
+        pipe.clip_grad_norm_(max_norm)
 
 
 def test_before_the_first_step_there_is_no_timeline() -> None:
