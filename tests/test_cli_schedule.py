@@ -366,6 +366,12 @@ def test_the_documentation_shows_what_is_printed(pipert_schedule, monkeypatch, w
     assert pipert_schedule(*words.split()).out == printed
 
 
+def test_the_picture_in_the_documentation_is_what_is_drawn_today(pipert_schedule, tmp_path: Path) -> None:
+    names = ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dual-pipe-v"]
+    pipert_schedule("compare", *names, "--svg", tmp_path / "zero-bubble.svg")
+    assert (tmp_path / "zero-bubble.svg").read_text() == DOCUMENT.with_name("zero-bubble.svg").read_text()
+
+
 def test_the_documentation_has_examples() -> None:
     assert len(EXAMPLES) >= 8
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -164,3 +167,22 @@ def test_smallest_examples_are_the_smallest_layouts() -> None:
 def test_hypothesis_is_imported_only_when_it_is_used() -> None:
     code = "import sys, pipert.scheduler.testing; sys.exit('hypothesis' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+# ---- documentation ----
+
+PAGE = (Path(__file__).parents[2] / "docs" / "testing-schedules.md").read_text(encoding="utf-8")
+
+
+def test_the_page_s_examples_pass_and_fail_as_it_says() -> None:
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(compile(code, "testing-schedules.md", "exec"), names)
+    failures = []
+    for name, test in list(names.items()):
+        if name.startswith("test_"):
+            try:
+                test()
+            except AssertionError as error:
+                failures.append(str(error).partition("\nFailing test case")[0])
+    assert failures == [text.rstrip() for text in re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)]
