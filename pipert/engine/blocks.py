@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from pipert.engine.deferred import Deferred, deferring
 from pipert.engine.structure import flatten
 from pipert.errors import BoundaryError
 from pipert.randomness import Draw, digest, drawing
@@ -76,10 +77,12 @@ class BlockRunner:
 
     Attributes:
         draw: the step and samples that the next blocks compute.
+        deferred: where they leave the weight gradients that are put off; None if none are.
     """
 
     def __init__(self, blocks: dict[str, nn.Module], device: torch.device, recompute: bool) -> None:
         self.draw = Draw(0, 0, ())
+        self.deferred: Deferred | None = None
         self.recompute = recompute
         self._device = device
         self._global = {name: uses_global_random(module) for name, module in blocks.items()}
@@ -92,11 +95,11 @@ class BlockRunner:
         return run(*values)
 
     def bound(self, name: str, function: Callable[..., Any], draws: bool) -> Callable[..., Any]:
-        """The function with the random numbers of the present micro-batch, whenever it is called."""
-        draw, device = self.draw, self._device
+        """The function as the present micro-batch needs it, with its random numbers, whenever it is called."""
+        draw, deferred, device = self.draw, self.deferred, self._device
 
         def run(*values: Any) -> Any:
-            with drawing(draw):
+            with drawing(draw), deferring(deferred):
                 if not draws:
                     return function(*values)
                 with global_generator(draw, name, device):

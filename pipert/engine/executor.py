@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,9 @@ from pipert.engine.timings import Timings
 from pipert.errors import ConfigError
 from pipert.scheduler.action import Action, Kind
 from pipert.scheduler.program import Program
+
+#: The whole backward of a stage, or its first half: takes a micro-batch and the gradients of its output.
+Backward = Callable[[int, Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 class Step(NamedTuple):
@@ -84,6 +87,9 @@ class Executor:
         self._outgoing: deque[Outgoing] = deque()
         self._ports = {stage: Port(stage, transport, device, self._outgoing) for stage in stages}
         self._summing: list[_Summing] = []
+        self._split = {
+            stage: {a.microbatch for a in self._row if a.kind is Kind.I and a.stage == stage} for stage in stages
+        }
         self._timings = Timings(self._row.codes)
         self._steps = self._compile()
         self._sums: list[GradientSum] = [step.arguments[0] for step in self._steps if step.perform == self._sum]
@@ -94,6 +100,8 @@ class Executor:
         kinds: dict[Kind, Callable[[Action], Step]] = {
             Kind.F: self._compile_forward,
             Kind.B: self._compile_backward,
+            Kind.I: self._compile_backward,
+            Kind.W: self._compile_weight,
             Kind.REDUCE: self._compile_reduce,
             Kind.TIE: self._compile_tie,
         }
@@ -115,7 +123,7 @@ class Executor:
             elif action.kind in kinds:
                 steps.append(kinds[action.kind](action))
             else:
-                raise ConfigError(f"the engine cannot run {action}: it runs whole backwards only; use another schedule")
+                raise ConfigError(f"the engine cannot run {action}; use another schedule")
         return steps
 
     def _compile_forward(self, action: Action) -> Step:
@@ -131,7 +139,12 @@ class Executor:
         if stage > self.program.trainable_from:
             goal = port.leaving_gradients if self._crosses_ranks(stage) else self._ports[stage - 1].gradients
         prepare = self._finish_backward if self._crosses_ranks(stage + 1) else self._reap
-        return Step(str(action), action, prepare, self._backward, (port, action.microbatch, self._stages[stage], goal))
+        half = action.kind is Kind.I
+        run = self._stages[stage].backward_input if half else self._stages[stage].backward
+        return Step(str(action), action, prepare, self._backward, (port, action.microbatch, run, goal))
+
+    def _compile_weight(self, action: Action) -> Step:
+        return Step(str(action), action, self._reap, self._stages[action.stage].backward_weight, (action.microbatch,))
 
     def _crosses_ranks(self, boundary: int) -> bool:
         """Whether there is a boundary before stage ``boundary``, and its stages are on different ranks."""
@@ -165,7 +178,7 @@ class Executor:
         for port in self._ports.values():
             port.sizes = sizes
         for stage in self._stages.values():
-            stage.begin(data)
+            stage.begin(data, self._split[stage.index])
         for total in self._sums:
             total.begin()
         try:
@@ -198,8 +211,8 @@ class Executor:
         if result is not None:
             goal[microbatch] = result
 
-    def _backward(self, port: Port, microbatch: int, stage: Stage, goal: dict[int, list[torch.Tensor]] | None) -> None:
-        result = stage.backward(microbatch, port.gradients.pop(microbatch, ()))
+    def _backward(self, port: Port, microbatch: int, run: Backward, goal: dict[int, list[torch.Tensor]] | None) -> None:
+        result = run(microbatch, port.gradients.pop(microbatch, ()))
         if goal is not None:
             goal[microbatch] = result
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipert.engine.blocks import BlockRunner, recomputed, uses_global_random
 from pipert.engine.boundary import Entry, Handover
+from pipert.engine.deferred import Deferred
 from pipert.engine.loss import LossFunction, weighted
 from pipert.errors import ConfigError
 from pipert.graph.stage import StageModule
@@ -52,9 +53,9 @@ _SOLE_OWNER = 2
 class Stage:
     """Consecutive blocks of the model.
 
-    A micro-batch is *live* here from its forward to its backward. Until then the stage keeps its autograd graph alone
-    (as `GradientEdge`, not as tensors): what it sent on is freed as soon as it has left, unless the graph itself
-    needs it.
+    A micro-batch is *live* here from its forward to the end of its backward. Until then the stage keeps its autograd
+    graph alone (as `GradientEdge`, not as tensors): what it sent on is freed as soon as it has left, unless the graph
+    itself needs it. A backward in two halves keeps between them only what `pipert.engine.deferred` puts off.
 
     Args:
         index: which stage.
@@ -64,7 +65,7 @@ class Stage:
         loss_fn: on the last stage.
 
     Attributes:
-        live: the micro-batches between their forward and their backward.
+        live: the micro-batches between their forward and the end of their backward.
     """
 
     def __init__(
@@ -87,11 +88,12 @@ class Stage:
         self._memories: frozenset[int] = frozenset()
         self._step = StepData(False, 0, (), ())
         self._recording = False
+        self._split: Collection[int] = ()
         module.call = self._runner
 
-    def begin(self, step: StepData) -> None:
-        """Get ready for a step."""
-        self._step = step
+    def begin(self, step: StepData, split: Collection[int] = ()) -> None:
+        """Get ready for a step, in which the backwards of the micro-batches ``split`` run in two halves."""
+        self._step, self._split = step, split
         self._recording = step.recording and self.index >= step.trainable_from
         self._memories = frozenset(map(_memory, [*self.module.parameters(), *self.module.buffers()]))
 
@@ -105,12 +107,13 @@ class Stage:
         Returns:
             what the next stage gets; None on the last stage, which computes the loss.
         """
-        entry = None
+        entry = self._runner.deferred = None
         with torch.set_grad_enabled(self._recording):
             if handover is None:
                 value, self._step.inputs[microbatch] = self._step.inputs[microbatch], None
             elif self._recording and handover.spec.with_gradient:
                 entry = Entry(handover)
+                self._runner.deferred = Deferred() if microbatch in self._split else None
                 value = entry.value(self._anchor)
             else:
                 value = handover.value()
@@ -123,16 +126,17 @@ class Stage:
                 result, roots = None, self._finish(microbatch, output)
         if self._recording:
             seeds = [torch.ones_like(root) for root in roots] if result is None else []
-            self.live[microbatch] = _Live(entry, [get_gradient_edge(root) for root in roots], seeds)
+            edges = [get_gradient_edge(root) for root in roots]
+            self.live[microbatch] = _Live(entry, edges, seeds, self._runner.deferred)
         return result
 
     def _run(self, value: Any) -> Any:
         if not (self._recompute_all and self._recording):
             return self.module(value)
-        draw = self._runner.draw
+        draw, deferred = self._runner.draw, self._runner.deferred
 
         def run(value: Any) -> Any:
-            self._runner.draw = draw
+            self._runner.draw, self._runner.deferred = draw, deferred
             return self.module(value)
 
         return recomputed(run, self.module, f"stage {self.index}", value)
@@ -174,10 +178,49 @@ class Stage:
             those of its input, one for each tensor with gradient.
         """
         live = self.live.pop(microbatch)
-        if live.edges and self._step.weights[microbatch]:
+        self._run_backward(live, microbatch, gradients)
+        return self._input_gradients(live)
+
+    def backward_input(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The first half of a backward; the micro-batch keeps afterwards only what its weight gradients need.
+
+        Where no gradient flows back there is nothing to do before the second half.
+
+        Args:
+            microbatch: which.
+            gradients: as for `backward`.
+
+        Returns:
+            as `backward`.
+        """
+        live = self.live[microbatch]
+        if live.deferred is None:
+            live.seeds = list(gradients) or live.seeds
+            return []
+        with live.deferred.first_half():
+            self._run_backward(live, microbatch, gradients)
+        return self._input_gradients(live)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The second half of a backward: adds to the parameters' gradients; the micro-batch keeps nothing."""
+        live = self.live.pop(microbatch)
+        if live.deferred is None:
+            self._run_backward(live, microbatch, ())
+            return
+        with _outside_autocast(self.device.type):
+            live.deferred.accumulate()
+
+    def _run_backward(self, live: _Live, microbatch: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Run the graph and let go of it."""
+        edges, live.edges = live.edges, []
+        seeds, live.seeds = list(gradients) or live.seeds, []
+        if edges and self._step.weights[microbatch]:
             with _outside_autocast(self.device.type):
-                torch.autograd.backward(live.edges, gradients or live.seeds)
-        return [_unshared(gradient) for gradient in live.entry.gradients(self.device)] if live.entry else []
+                torch.autograd.backward(edges, seeds)
+
+    def _input_gradients(self, live: _Live) -> list[torch.Tensor]:
+        entry, live.entry = live.entry, None
+        return [_unshared(gradient) for gradient in entry.gradients(self.device)] if entry else []
 
 
 def warm_up(recompute: Recompute) -> None:
@@ -194,17 +237,20 @@ def warm_up(recompute: Recompute) -> None:
 
 @dataclass(slots=True)
 class _Live:
-    """A micro-batch between its forward and its backward.
+    """A micro-batch between its forward and the end of its backward.
 
     Attributes:
         entry: where its input entered the graph, if a gradient flows back.
         edges: where its backward starts.
-        seeds: on the last stage the gradient with which it starts: the loss's with respect to itself.
+        seeds: the gradients with which it starts, as far as they are known: on the last stage the loss's with respect
+            to itself.
+        deferred: what its backward puts off, if that runs in two halves and a gradient flows back.
     """
 
     entry: Entry | None
     edges: list[GradientEdge]
     seeds: list[torch.Tensor]
+    deferred: Deferred | None
 
 
 def _outside_autocast(device: str) -> AbstractContextManager[None]:
