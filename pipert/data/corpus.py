@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -39,8 +39,10 @@ class Corpus:
     def __post_init__(self) -> None:
         if not self.documents:
             raise DataError("a corpus without any text file; give files or folders that hold some")
-        if not 0.0 <= self.heldout < 1.0:
-            raise DataError(f"heldout is {self.heldout}; it must be at least 0 and below 1")
+        if not isinstance(self.heldout, (int, float)) or not 0.0 <= self.heldout < 1.0:
+            raise DataError(f"heldout is {self.heldout!r}; it must be at least 0 and below 1")
+        if self.split not in get_args(Split):
+            raise DataError(f"split is {self.split!r}; choose one of {', '.join(get_args(Split))}")
 
     def divided(self) -> tuple[list[tuple[str, Path]], list[tuple[str, Path]]]:
         """Documents to train on and documents held out (none where the split is by range)."""
@@ -65,22 +67,29 @@ class Corpus:
         return digest.hexdigest()
 
 
-def prepare_corpus(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> TokenFile:
+def prepare_corpus(corpus: Corpus, tokenizer: Tokenizer, folder: str | Path) -> TokenFile:
     """The token file of a corpus: the one in ``folder`` if it was made before, or else a new one there.
 
     Every text is followed by the tokenizer's end-of-text. Bytes that are not UTF-8 become U+FFFD.
 
     Raises:
-        DataError: a text cannot be read, nothing would be left to train on or to hold out, or the file in the folder
-            is damaged.
+        DataError: a text cannot be read, the folder cannot be made or written, nothing would be left to train on or to
+            hold out, or the file in the folder is damaged.
     """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"folder {folder} cannot be made ({error.strerror}); name one for token files") from error
     try:
         recipe = corpus.recipe(tokenizer)
         path = folder / f"{recipe[:16]}.tokens"
         if not path.exists():
             _build(corpus, tokenizer, path, recipe)
     except OSError as error:
-        raise DataError(f"{error.filename}: {error.strerror}; every text of a corpus must be readable") from error
+        raise DataError(
+            f"{error.filename}: {error.strerror}; every text of a corpus must be readable, and {folder} writable"
+        ) from error
     file = open_tokens(path)
     if file.header.recipe != recipe:
         raise DataError(f"token file {path} was made from other texts; delete it")

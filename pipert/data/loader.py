@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipert.data.order import Order
+from pipert.data.order import Order, whole
 from pipert.data.tokenizer import Ids
 from pipert.errors import DataError
 
@@ -46,6 +46,9 @@ class Loader:
         replica: this replica, ``0 <= replica < replicas``.
         replicas: number of data-parallel replicas.
 
+    Raises:
+        DataError: no samples, or numbers that are no counts.
+
     Attributes:
         seen: the position: samples seen so far.
         order: the order of the samples.
@@ -61,8 +64,8 @@ class Loader:
         replica: int = 0,
         replicas: int = 1,
     ) -> None:
-        if global_batch < 1:
-            raise DataError(f"global_batch is {global_batch}; it must be at least 1")
+        whole("global_batch", global_batch, 1)
+        whole("replicas", replicas, 1)
         if not 0 <= replica < replicas:
             raise DataError(f"replica {replica} of {replicas}; replicas are numbered from 0")
         self.samples = samples
@@ -93,7 +96,12 @@ class Loader:
         return self.order.ids(self.seen, self.seen + self.global_batch)
 
     def skip(self, batches: int = 1) -> None:
-        """Go on by some batches without reading them."""
+        """Go on by some batches without reading them.
+
+        Raises:
+            DataError: fewer than none.
+        """
+        whole("batches", batches, 0)
         self.seen += batches * self.global_batch
         if self.order.length is not None:
             self.seen = min(self.seen, self.order.length)
@@ -106,8 +114,12 @@ class Loader:
         """Go on from a position.
 
         Raises:
-            DataError: it is a position in another order: other samples or another seed.
+            DataError: it is no position, or one in another order: other samples or another seed.
         """
+        absent = [name for name in ("seen", "samples", "seed") if name not in state]
+        if absent:
+            raise DataError(f"a position without {', '.join(absent)}; give back what state_dict returned")
+        whole("the position's seen", state["seen"], 0)
         for name, here in (("samples", self.order.samples), ("seed", self.order.seed)):
             if state[name] != here:
                 raise DataError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import numpy as np
 import numpy.typing as npt
 
@@ -23,22 +25,29 @@ class Order:
         seed: the run's seed.
         epochs: how often each sample is seen; None: the stream is endless.
 
+    Raises:
+        DataError: no samples, or numbers that are no counts.
+
     Example:
         >>> Order(8, seed=0).ids(0, 16).tolist()
         [1, 5, 4, 3, 2, 7, 6, 0, 6, 0, 2, 7, 1, 3, 4, 5]
     """
 
     def __init__(self, samples: int, seed: int = 0, epochs: int | None = None) -> None:
-        if samples < 1:
-            raise DataError(f"an order of {samples} samples; there must be at least 1")
-        if epochs is not None and epochs < 0:
-            raise DataError(f"{epochs} epochs; use None for an endless order")
+        whole("samples", samples, 1)
+        if epochs is not None:
+            whole("epochs", epochs, 0, "; use None for an endless order")
         self.samples = samples
         self.seed = seed
         self.length = None if epochs is None else samples * epochs
 
     def ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The samples at positions ``[start, stop)`` of the stream, fewer where it ends before."""
+        """The samples at positions ``[start, stop)`` of the stream, fewer where it ends before.
+
+        Raises:
+            DataError: ``start`` is before the stream.
+        """
+        whole("start", start, 0)
         if self.length is not None:
             stop = min(stop, self.length)
         pieces = [np.zeros(0, dtype=np.int64)]
@@ -56,6 +65,16 @@ class Order:
         while (outside := ids >= self.samples).any():  # a permutation of 4**half < 4 * samples ids: few walks
             ids[outside] = _feistel(ids[outside], keys, half)
         return ids.astype(np.int64)
+
+
+def whole(name: str, value: int, least: int, remedy: str = "") -> None:
+    """Refuse what is no whole number of at least ``least``.
+
+    Raises:
+        DataError: it is not.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise DataError(f"{name} is {value!r}; it must be a whole number of at least {least}{remedy}")
 
 
 def _feistel(ids: npt.NDArray[np.uint64], keys: list[np.uint64], half: int) -> npt.NDArray[np.uint64]:

@@ -164,7 +164,7 @@ class TokenWriter:
         )
 
 
-def open_tokens(path: Path, *, verify: bool = True) -> TokenFile:
+def open_tokens(path: str | Path, *, verify: bool = True) -> TokenFile:
     """Map a token file into memory.
 
     Args:
@@ -174,6 +174,7 @@ def open_tokens(path: Path, *, verify: bool = True) -> TokenFile:
     Raises:
         DataError: there is no such file, it is no token file, or it is not as it was written.
     """
+    path = Path(path)
     try:
         with path.open("rb") as file:
             head = file.read(_HEADER_BYTES)

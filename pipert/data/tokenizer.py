@@ -56,8 +56,9 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """The text of some bytes."""
-        return bytes(bytearray(int(token) for token in ids)).decode("utf-8", "replace")
+        """The text of some bytes; ids beyond them (a model's vocabulary may be larger) are no text."""
+        known = bytes(token if 0 <= token < 256 else 0xFF for token in map(int, ids))  # 0xFF is in no text
+        return known.decode("utf-8", "replace")
 
 
 class HuggingFaceTokenizer:
@@ -67,7 +68,7 @@ class HuggingFaceTokenizer:
         path: the file.
 
     Raises:
-        DataError: the library or the file is missing, or the file has no end-of-text token.
+        DataError: the library or the file is missing, or the file is no tokenizer or has no end-of-text token.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,7 +86,10 @@ class HuggingFaceTokenizer:
                 f"tokenizer {str(path)!r} cannot be read ({error.strerror}); "
                 'give the path of a tokenizer.json, or "bytes"'
             ) from error
-        self._inner = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        try:
+            self._inner = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises nothing more special
+            raise DataError(f"tokenizer {str(path)!r} is not a tokenizer.json: {error}") from error
         self.name = str(path)
         self.vocabulary = int(self._inner.get_vocab_size(with_added_tokens=True))
         self.fingerprint = "tokenizers-" + blake2b(content, digest_size=8).hexdigest()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from pipert.data.order import whole
 from pipert.data.tokenizer import Ids
 from pipert.errors import DataError
 
@@ -21,11 +22,12 @@ class TokenWindows:
         sequence: tokens a sample.
 
     Raises:
-        DataError: there are too few ids for one sample.
+        DataError: there are too few ids for one sample, or ``sequence`` is no count.
     """
 
     def __init__(self, tokens: Ids, sequence: int) -> None:
-        if sequence < 1 or len(tokens) <= sequence:
+        whole("sequence", sequence, 1)
+        if len(tokens) <= sequence:
             raise DataError(
                 f"{len(tokens)} tokens are too few for a sample of {sequence} and its next token; "
                 "use more text or a shorter sequence"
@@ -37,7 +39,14 @@ class TokenWindows:
         return (len(self.tokens) - 1) // self.sequence
 
     def batch(self, ids: Sequence[int] | Ids) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of these samples: int64, each of shape (samples, sequence)."""
+        """Inputs and targets of these samples: int64, each of shape (samples, sequence).
+
+        Raises:
+            DataError: there is no such sample.
+        """
+        lost = [int(index) for index in ids if not 0 <= index < len(self)]
+        if lost:
+            raise DataError(f"sample {lost[0]} of {len(self)}; samples are 0 to {len(self) - 1}")
         rows = np.empty((len(ids), self.sequence + 1), dtype=np.int64)
         for row, index in zip(rows, ids, strict=True):
             start = int(index) * self.sequence

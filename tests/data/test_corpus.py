@@ -108,6 +108,12 @@ def test_what_cannot_be_divided_or_read_is_refused(tmp_path: Path) -> None:
         Corpus(documents, heldout=1.0)
     with pytest.raises(DataError, match=r'1 files with heldout 0\.05 leave 1 to train on and 0 held out.*"range"'):
         prepare_corpus(Corpus(documents), ByteTokenizer(), tmp_path)
+    with pytest.raises(DataError, match="split is 'half'; choose one of file, range"):
+        Corpus(documents, split="half")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"heldout is '0\.1'"):
+        Corpus(documents, heldout="0.1")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"folder .*a cannot be made \(File exists\); name one for token files"):
+        prepare_corpus(Corpus(documents, heldout=0.0), ByteTokenizer(), tmp_path / "a")
     (tmp_path / "a").unlink()
     with pytest.raises(DataError, match="No such file"):
         prepare_corpus(Corpus(documents, heldout=0.0), ByteTokenizer(), tmp_path)

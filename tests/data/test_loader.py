@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -139,7 +141,43 @@ def test_a_position_in_another_order_is_refused() -> None:
     assert loader.seen == 0
 
 
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({}, "a position without seen, samples, seed; give back what state_dict returned"),
+        ({"seen": 3, "seed": 5}, "a position without samples"),
+        ({"seen": -3, "samples": 64, "seed": 5}, "seen is -3; it must be a whole number of at least 0"),
+        ({"seen": "3", "samples": 64, "seed": 5}, "seen is '3'"),
+    ],
+)
+def test_what_is_no_position_is_refused_and_nothing_moves(state: dict[str, Any], reason: str) -> None:
+    (loader,) = replicas(1, 4)
+    loader.skip(2)
+    with pytest.raises(DataError, match=reason):
+        loader.load_state_dict(state)
+    assert loader.seen == 8
+
+
+def test_a_loader_never_goes_back() -> None:
+    (loader,) = replicas(1, 4)
+    with pytest.raises(DataError, match="batches is -1; it must be a whole number of at least 0"):
+        loader.skip(-1)
+
+
+@pytest.mark.parametrize("ids", [[-1], [-2], [3], [0, 99]])
+def test_a_sample_that_there_is_not_is_refused_not_read_from_elsewhere(ids: list[int]) -> None:
+    data = TokenWindows(np.arange(10), 3)
+    assert len(data) == 3
+    with pytest.raises(DataError, match=f"sample {ids[-1]} of 3; samples are 0 to 2"):
+        data.batch(ids)
+
+
 def test_impossible_loaders_are_refused() -> None:
+    for wrong in (1.5, "8", True, -1):
+        with pytest.raises(DataError, match="global_batch is "):
+            Loader(windows(3), wrong)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="replicas is 0"):
+        Loader(windows(3), 1, replicas=0)
     with pytest.raises(DataError, match="global_batch is 0"):
         Loader(windows(3), 0)
     with pytest.raises(DataError, match="replica 2 of 2"):

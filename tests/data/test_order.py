@@ -71,3 +71,10 @@ def test_an_order_of_nothing_is_refused() -> None:
         Order(0)
     with pytest.raises(DataError, match="None for an endless"):
         Order(1, epochs=-1)
+    with pytest.raises(DataError, match=r"epochs is 1.5; it must be a whole number"):
+        Order(1, epochs=1.5)  # type: ignore[arg-type]
+
+
+def test_nothing_is_before_the_stream() -> None:
+    with pytest.raises(DataError, match="start is -2; it must be a whole number of at least 0"):
+        Order(4).ids(-2, 3)

@@ -46,6 +46,11 @@ def test_a_file_is_mapped_and_read_only(tmp_path: Path) -> None:
         file.tokens[0] = 5
 
 
+def test_a_path_may_be_a_text(tmp_path: Path) -> None:
+    write(tmp_path / "x", [1, 2, 3])
+    assert open_tokens(str(tmp_path / "x")).tokens.tolist() == [1, 2, 3]
+
+
 def test_an_empty_file_is_a_file(tmp_path: Path) -> None:
     assert write(tmp_path / "x").tokens.tolist() == []
 

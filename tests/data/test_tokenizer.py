@@ -25,6 +25,7 @@ def test_bytes_go_round(text: str) -> None:
 def test_bytes_that_are_no_text_do_not_raise() -> None:
     assert ByteTokenizer().decode([104, 105, 255]) == "hi\ufffd"
     assert ByteTokenizer().decode(np.array([104, 0])) == "h\0"
+    assert ByteTokenizer().decode([104, 256, -1, 105]) == "h\ufffd\ufffdi"  # a model's vocabulary may be larger
     assert ByteTokenizer().encode("\ud800").tolist() == [ord("?")]
 
 
