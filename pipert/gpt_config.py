@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from pipert.errors import ConfigError
@@ -59,8 +60,8 @@ class GPTConfig:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}")
         for name in ("rotary_base", "norm_eps", "init_std"):
-            if not getattr(self, name) > 0.0:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be above 0")
+            if not 0.0 < getattr(self, name) < inf:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be above 0 and finite")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"dropout is {self.dropout!r}; it must be at least 0 and below 1")
         self._check_heads()

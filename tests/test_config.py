@@ -57,7 +57,12 @@ def test_a_minimal_configuration_has_defaults_for_the_rest() -> None:
         ("run", {"steps": 0}, r"run\.steps is 0; it should be greater than or equal to 1"),
         ("optimizer", {"lr": float("nan")}, r"optimizer\.lr is nan"),
         ("optimizer", {"beta2": 1.0}, r"optimizer\.beta2 is 1\.0; it should be less than 1"),
-        ("data", {"text": "book.txt"}, r"data\.text is 'book\.txt'"),
+        ("data", {"text": "book.txt"}, r"data\.text is 'book\.txt'; it should be a list: \['book\.txt'\]"),
+        (
+            "parallel",
+            {"pp": 6, "schedule": "zb-v"},
+            r"parallel\.schedule zb-v with parallel\.pp 6 has 12 stages for model\.layers 8; .* use pp <= 4 or another",
+        ),
         ("data", {"text": [3]}, r"data\.text\.0 is 3; it should be a valid string"),
         ("parallel", {"schedule": "1f1c"}, r"parallel\.schedule: no schedule is called '1f1c'; did you mean '1f1b'"),
         ("parallel", {"pp": 4, "chunks": 2}, r"parallel\.schedule: 1f1b puts one stage on a rank"),
@@ -130,6 +135,12 @@ def test_the_command_line_wins(override: str, section: str, key: str, value: obj
 def test_what_is_no_setting_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=r"write section\.key=value"):
         parsed(override)
+
+
+def test_the_mark_and_line_ends_of_a_windows_editor_do_not_matter(tmp_path: Path) -> None:
+    text = (EXAMPLES / "tiny.toml").read_text(encoding="utf-8")
+    (tmp_path / "x.toml").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert load_config(tmp_path / "x.toml") == load_config(EXAMPLES / "tiny.toml")
 
 
 def test_the_command_line_is_checked_like_the_file() -> None:

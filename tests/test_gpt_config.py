@@ -36,6 +36,7 @@ CASES: dict[str, Any] = {"layers": 8, "hidden": 32, "heads": 4, "sequence": 16, 
         ({"dropout": 1.0}, r"dropout is 1\.0; .* below 1"),
         ({"dropout": float("nan")}, "dropout is nan"),
         ({"init_std": 0.0}, r"init_std is 0\.0; it must be above 0"),
+        ({"init_std": float("inf")}, "init_std is inf; it must be above 0 and finite"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused_with_values_rule_and_remedy(change: dict[str, Any], message: str) -> None:

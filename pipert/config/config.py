@@ -52,9 +52,16 @@ class Config:
             )
         else:
             try:
-                generate(self.parallel.schedule, pp, 1, chunks)
+                stages = generate(self.parallel.schedule, pp, 1, chunks).num_stages
             except ScheduleError as error:
                 yield f"parallel.schedule: {error}"
+            else:
+                if stages > layers:  # a schedule may have more stages a rank of its own
+                    yield (
+                        f"parallel.schedule {self.parallel.schedule} with parallel.pp {pp} has {stages} stages for "
+                        f"model.layers {layers}; every stage needs a layer, so use pp <= {layers * pp // stages} or "
+                        "another schedule"
+                    )
         if self.model.heads % tp:
             yield (
                 f"model.heads {self.model.heads} / parallel.tp {tp} leaves {self.model.heads % tp} over; "

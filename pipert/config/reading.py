@@ -29,7 +29,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             type, out of range or does not fit the rest. All of it is named, each with its key.
     """
     try:
-        settings = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        settings = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -117,6 +117,8 @@ def _explain(section: str, error: ValidationError) -> Iterator[str]:
                 yield f"{place} is missing"
             case "model_type" | "model_attributes_type":
                 yield f"{place} is {fault['input']!r}; it must be a section: [{place}]"
+            case "tuple_type":
+                yield f"{place} is {fault['input']!r}; it should be a list: [{fault['input']!r}]"
             case _:
                 yield f"{place} is {fault['input']!r}; {fault['msg'].replace('Input', 'it', 1)}"
 
