@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
+from tempfile import NamedTemporaryFile
 
 import numpy as np
 import torch
@@ -71,6 +72,7 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh, console: Console) -> None:
         _check(config, mesh)
         self.config, self.mesh, self._console = config, mesh, console
+        together(mesh.world, lambda: _check_folders(config, mesh))
         self.text = _open_text(config, mesh)
         model, optimizer, schedule, run = config.model, config.optimizer, config.schedule, config.run
         self._windows = TokenWindows(self.text.train, model.sequence)
@@ -231,6 +233,21 @@ def _check(config: Config, mesh: Mesh) -> None:
             f"parallel.tp is {config.parallel.tp}, but the GPT has no tensor-parallel layers yet; "
             "use tp = 1 and more pp or dp"
         )
+
+
+def _check_folders(config: Config, mesh: Mesh) -> None:
+    """Find out before the work, not after it, that its results cannot be written."""
+    if mesh.rank:
+        return
+    for key, folder in {"run.output": config.run.output, "data.folder": config.data.folder}.items():
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"{key} {folder} cannot be written to ({error.strerror}); name a folder that can"
+            ) from error
 
 
 def _open_text(config: Config, mesh: Mesh) -> TokenFile:

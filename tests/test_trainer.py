@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,23 @@ def test_text_that_cannot_be_used_is_refused_on_every_rank(text: Path) -> None:
     long = parse_config({**_plain(config), "model": {**MODEL, "sequence": 4096}})
     with pytest.raises(DataError, match=r"held-out tokens make 0 samples of 4096.*hold out more"):
         run(long)
+
+
+@pytest.mark.parametrize("key", ["run.output", "data.folder"])
+def test_a_folder_that_cannot_be_written_is_refused_on_every_rank_before_the_work(text: Path, key: str) -> None:
+    file = text.parent / "file"
+    file.write_text("in the way")
+    config = configured(text, pp=2)
+    if key == "run.output":
+        config = replace(config, run=config.run.model_copy(update={"output": str(file / "run")}))
+    else:
+        config = replace(config, data=config.data.model_copy(update={"folder": str(file / "tokens")}))
+
+    def rank(transport: Any) -> str:
+        with pytest.raises(
+            ConfigError, match=f"{key} .*/file/.* cannot be written to .*; name a folder that can"
+        ) as caught:
+            train(config, Mesh.local(pp=2), Console(file=io.StringIO()))
+        return str(caught.value)
+
+    assert len(set(run_ranks(2, rank))) == 1

@@ -104,12 +104,16 @@ class Session:
         """
         if self._broken is not None:
             raise ConfigError(f"an earlier step of this pipeline failed ({self._broken!r:.200}); start the job again")
+        tell, name = self._mesh.world.report, "step" if call.training else "eval_step"
+        tell(f"pulling the batch of {name} {call.step}")
         report, inputs, targets = self._failing(lambda: self._prepare(source, call))
         blobs = self._failing(lambda: self._mesh.world.exchange(report.encode()))
         agreement = agree([Report.decode(blob) for blob in blobs], self._position)
         executor = self._executor(agreement, call, report.pattern)
         data = self._data(agreement, call, inputs, targets)
-        return self._failing(lambda: self._run(executor, data, agreement, call))
+        result = self._failing(lambda: self._run(executor, data, agreement, call))
+        tell(f"the trainer's own code, after {name} {call.step}")
+        return result
 
     def _failing(self, work: Callable[[], _Result]) -> _Result:
         """Do some work; if it fails, the whole job does."""
