@@ -11,6 +11,8 @@ from pipert.comm.board import Cause, Kind, State, Status
 
 #: A rank whose watchdog has not run for this many seconds is stuck with Python's lock held, or stopped.
 _STUCK = 3.0
+#: Between a torch module and its ``forward``.
+_MODULE_CALLS = ("_wrapped_call_impl", "_call_impl")
 
 
 def exception_text(error: BaseException) -> str:
@@ -113,9 +115,9 @@ def _one_line(error: BaseException) -> str:
 
 
 def _frames(frames: Sequence[traceback.FrameSummary], most: int = 4) -> str:
-    """The innermost frames, without those of this package that lie innermost: they are the same for everybody."""
+    """The innermost frames, without those that are the same for everybody: this package's innermost, modules' calls."""
     here = Path(__file__).parent
-    inner = list(reversed(frames))
+    inner = [frame for frame in reversed(frames) if frame.name not in _MODULE_CALLS] or list(reversed(frames))
     while len(inner) > 1 and Path(inner[0].filename).parent == here:
         del inner[0]
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in inner[:most])

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipert.comm.board import Board, Cause, Kind, State, Status
 from pipert.comm.errors import TransportError
@@ -183,3 +184,15 @@ def test_a_post_mortem_lists_each_ranks_last_words() -> None:
         "  rank 0 waits 10.0 s in 0RECV_F1 from rank 1",
         "  rank 1 is in 1F0 for 20.0 s",
     ]
+
+
+def test_a_place_inside_nested_modules_is_told_by_their_forwards_alone() -> None:
+    class Raises(torch.nn.Module):
+        def forward(self, x: int) -> int:
+            raise ValueError(x)
+
+    with pytest.raises(ValueError) as caught:
+        torch.nn.Sequential(torch.nn.Sequential(Raises()))(1)
+    place = exception_text(caught.value).splitlines()[-1]
+    assert "test_board.py" in place and "in forward" in place
+    assert "_call_impl" not in place
