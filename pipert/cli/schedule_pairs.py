@@ -25,6 +25,7 @@ from pipert.cli.schedule_inputs import (
 from pipert.scheduler.bounds import makespan_bound
 from pipert.scheduler.costs import Costs
 from pipert.scheduler.difference import Difference
+from pipert.scheduler.errors import UnsafeProgramError
 from pipert.scheduler.generators.registry import GENERATORS
 from pipert.scheduler.program import Program
 from pipert.scheduler.simulate import simulate
@@ -67,7 +68,8 @@ def compare(
 ) -> None:
     """Compare schedules: makespan, bubble, activations kept, and the least makespan that any order could have.
 
-    All ranks do the same work: a rank with several stages divides the forward and the backward among them.
+    All ranks do the same work: a rank with several stages divides the forward and the backward among them. The exit
+    code is 1 if one cannot run to its end.
     """
     semantics = rules(transport, group)
     rows, timelines = [], []
@@ -75,7 +77,11 @@ def compare(
         target = on(read(source, ranks, microbatches, _chunks(source, chunks), format, semantics), semantics)
         stages = target.num_stages / target.num_ranks
         costs = Costs(forward / stages, backward / stages, comm=comm)
-        timeline = simulate(target, costs)
+        try:
+            timeline = simulate(target, costs)
+        except UnsafeProgramError as error:
+            typer.echo(str(error))
+            raise typer.Exit(1) from error
         schedule = target.schedule if isinstance(target, Program) else target
         timelines.append(timeline)
         rows.append(_figures(timeline, stages, makespan_bound(schedule, costs)))

@@ -34,30 +34,40 @@ def read(path: str | Path, format: str = "auto", semantics: Semantics = NCCL_PAI
         FormatError: no format of that name, or the file is not written in it; the message says where.
         OSError: there is no such file.
     """
-    if format not in ("auto", *FORMATS):
-        raise FormatError(f"no format is called {format!r}; there are auto, {', '.join(FORMATS)}")
     try:
         content = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise FormatError(f"{path} is not a text file ({error.reason} at byte {error.start})") from error
-    name = Path(path).stem
     try:
-        chosen = detect(content) if format == "auto" else format
-        if chosen == "torch":
-            return torch_csv.loads(content, name=name, semantics=semantics)
-        if chosen == "deepspeed":
-            return instructions.loads(content, name=name, semantics=semantics)
-        return megatron.loads(content, name=name) if chosen == "megatron" else Imported(text.loads(content))
+        return loads(content, format, name=Path(path).stem, semantics=semantics)
     except FormatError as error:
         raise FormatError(f"{path}, {error}") from error
 
 
-def detect(content: str) -> str:
-    """The format of a text, by its first line.
+def loads(content: str, format: str = "auto", *, name: str = "", semantics: Semantics = NCCL_PAIR) -> Imported:
+    """Read a text; see `read`.
+
+    Args:
+        content: what the file holds.
+        format: one of `FORMATS`, or ``auto``.
+        name: what to call a schedule whose format has no names; the format's name if left out.
+        semantics: as for `read`.
 
     Raises:
-        FormatError: it looks like none of them.
+        FormatError: as for `read`.
     """
+    if format not in ("auto", *FORMATS):
+        raise FormatError(f"no format is called {format!r}; there are auto, {', '.join(FORMATS)}")
+    chosen = detect(content) if format == "auto" else format
+    if chosen == "torch":
+        return torch_csv.loads(content, name=name or chosen, semantics=semantics)
+    if chosen == "deepspeed":
+        return instructions.loads(content, name=name or chosen, semantics=semantics)
+    return megatron.loads(content, name=name or chosen) if chosen == "megatron" else Imported(text.loads(content))
+
+
+def detect(content: str) -> str:
+    """The format of a text, by its first line."""
     said = (line for line in content.splitlines() if line.strip() and not line.lstrip().startswith("#"))
     first = next(said, "")
     for name, sign in _SIGNS.items():

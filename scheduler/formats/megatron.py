@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipert.scheduler.action import Kind
+from pipert.scheduler.action import MAX_STAGES, Kind
 from pipert.scheduler.errors import FormatError
 from pipert.scheduler.formats.imported import Imported
 from pipert.scheduler.generators.alternate import alternate
@@ -40,16 +40,22 @@ def from_table(
         name: what to call it.
 
     Raises:
-        FormatError: the table is empty, or `warmup` is not for so many ranks.
+        FormatError: the table is empty, its numbers have gaps, or `warmup` is not for so many ranks.
         LayoutError: `ranks` is below 1.
     """
     if not table:
         raise FormatError("the table has no entry; give (micro-batch, chunk) pairs")
     batch, chunk = np.array(table, dtype=np.int64).T
-    chunks = int(chunk.max()) + 1
+    chunks = len(np.unique(chunk))
+    if positive("ranks", ranks) * chunks > MAX_STAGES:
+        raise FormatError(f"{ranks} ranks of {chunks} chunks are more than {MAX_STAGES} stages; use fewer")
+    if chunk.min() < 0 or chunk.max() != chunks - 1:
+        raise FormatError(f"chunks up to {chunk.max()}, but {chunks} different ones; number them from 0 without gaps")
+    if batch.min() < 0 or batch.max() >= len(table):
+        raise FormatError(f"micro-batch {batch.max()} in a table of {len(table)}; number them from 0 without gaps")
     if warmup is None:
         group = int(np.argmax(chunk != chunk[0])) or len(chunk)
-        behind = range(positive("ranks", ranks) - 1, -1, -1)
+        behind = range(ranks - 1, -1, -1)
         warmup = [after if chunks == 1 else 2 * after + (chunks - 1) * group for after in behind]
     if len(warmup) != ranks:
         raise FormatError(f"warmup has {len(warmup)} numbers for {ranks} ranks; give each rank one")

@@ -47,8 +47,7 @@ def loads(text: str, *, name: str = "torch", semantics: Semantics = NCCL_PAIR) -
     left_out: Counter[str] = Counter()
     rows = [
         [action for place, cell in enumerate(cells) for action in _actions(cell.strip(), line, place, left_out)]
-        for line, cells in enumerate(csv.reader(io.StringIO(text)), 1)
-        if cells
+        for line, cells in enumerate(_cells(text), 1)
     ]
     return Imported(assembled(name, rows, semantics), notice(left_out, "sharding is no part of a schedule"))
 
@@ -70,6 +69,14 @@ def dumps(value: Schedule | Program) -> str:
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(row.words() for row in value.rows)
     return out.getvalue()
+
+
+def _cells(text: str) -> list[list[str]]:
+    """The rows of the file, without empty lines at its end."""
+    try:
+        return list(csv.reader(io.StringIO(text.rstrip(), newline="")))
+    except csv.Error as error:
+        raise FormatError(f"this is no CSV ({error}); write a row of actions for each rank") from error
 
 
 def _actions(cell: str, line: int, place: int, left_out: Counter[str]) -> Iterator[Action]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipert.scheduler.action import Kind
-from pipert.scheduler.errors import FormatError
+from pipert.scheduler.errors import FormatError, LayoutError
 from pipert.scheduler.formats import files, instructions, megatron, torch_csv
 from pipert.scheduler.formats.text import dumps as dumps_text
 from pipert.scheduler.generators.gpipe import gpipe
@@ -237,7 +237,38 @@ def test_what_is_no_table_is_refused_with_its_line(text: str, message: str) -> N
         megatron.loads(text)
 
 
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([(0, 0), (0, 2)], "chunks up to 2, but 2 different ones; number them from 0 without gaps"),
+        ([(0, 999_999_999)], "chunks up to 999999999, but 1 different ones"),
+        ([(999_999_999, 0)], "micro-batch 999999999 in a table of 1; number them from 0 without gaps"),
+    ],
+)
+def test_a_table_with_gaps_is_refused(table: list[tuple[int, int]], message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        megatron.from_table(table, 2)
+
+
 # ---- any file ----
+
+
+#: Pieces of all formats; "/" stands for a space.
+WORDS = """0F0 1B0 0I1 0SEND_F0 7W7 (0F0;1B0)OVERLAP_F_B 0UNSHARD , rank/0: stage/1: ForwardPass(0) RecvActivation(1) #
+LoadMicroBatch(buffer_id=0) ReduceGrads() ranks/2 ranks/0 warmup/1 (0,/0) 1/1 99999999999 () [ pipert-schedule/1 ²"""
+pieces = st.sampled_from([*(word.replace("/", " ") for word in WORDS.split()), "\n", "\r", " ", '"', "\x00"])
+
+
+@given(
+    st.lists(pieces, max_size=16).map("".join) | st.text(max_size=40),
+    st.sampled_from(["auto", *files.FORMATS]),
+)
+def test_any_text_is_read_or_refused_as_no_file_of_its_format(text: str, format: str) -> None:
+    try:
+        read = files.loads(text, format)
+    except (FormatError, LayoutError):
+        return
+    verify(read.value)  # right or wrong: it has an answer
 
 
 def test_the_format_of_a_file_is_told_by_its_first_line(tmp_path: Path) -> None:
@@ -265,6 +296,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(FormatError, match="is not a text file"):
         files.read(path)
+    path.write_text("0F0,0B0\n")
     with pytest.raises(FormatError, match="no format is called 'torchh'; there are auto, pipert, torch, deepspeed"):
         files.read(path, "torchh")
 
