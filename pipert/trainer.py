@@ -217,7 +217,7 @@ class Trainer:
         measured, predicted = typical(self._timelines).named("measured"), self._predicted().named("predicted")
         summary = replace(summary, files=(log.path, *save_pictures(measured, predicted, folder=folder)))
         numbers = {name: value for name, value in asdict(summary).items() if name != "files"}
-        log.event("end", numbers, f"{text(measured)}\n{summary}")
+        log.event("end", numbers, f"a typical step, measured, in seconds:\n{text(measured)}\n{summary}")
         return summary
 
 

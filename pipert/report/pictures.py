@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipert.scheduler.action import Kind
-from pipert.scheduler.draw.palette import colour
+from pipert.scheduler.draw.palette import NAMES, colour, share
 from pipert.scheduler.draw.svg import svg
 from pipert.scheduler.timeline import Timeline
 from pipert.scheduler.trace import chrome_trace
@@ -48,20 +49,24 @@ def save_png(*timelines: Timeline, path: Path) -> None:
         _draw(panel, timeline.from_zero())
     panels[-1].set_xlim(left=0.0)
     panels[-1].set_xlabel("milliseconds")
+    _explain(panels[0], timelines)
     figure.savefig(path, dpi=130)
 
 
 def _draw(axes: Axes, timeline: Timeline) -> None:
     """One timeline: a lane a rank, computations as boxes with their names, sums of gradients as strips below."""
-    bars: defaultdict[tuple[int, Kind], list[tuple[float, float]]] = defaultdict(list)
+    bars: defaultdict[tuple[int, Kind, int], list[tuple[float, float]]] = defaultdict(list)
+    stages: defaultdict[int, set[int]] = defaultdict(set)
     for rank, action, start, end in timeline:
         left, width = 1e3 * start, 1e3 * (end - start)
-        bars[rank, action.kind].append((left, width))
+        bars[rank, action.kind, action.stage].append((left, width))
+        stages[rank].add(action.stage)
         if action.kind.is_compute and len(timeline) <= _LABELS and end - start > 0.012 * timeline.makespan:
             axes.text(left + width / 2, rank, str(action), ha="center", va="center", fontsize=6, color="white")
-    for (rank, kind), spans in bars.items():
+    for (rank, kind, stage), spans in bars.items():
         if kind.is_compute:
-            axes.broken_barh(spans, (rank - 0.4, 0.8), facecolor=colour(kind), edgecolor="white", linewidth=0.4)
+            tone = colour(kind, share(sorted(stages[rank]).index(stage), len(stages[rank])))
+            axes.broken_barh(spans, (rank - 0.4, 0.8), facecolor=tone, edgecolor="white", linewidth=0.4)
         elif not kind.is_message:
             axes.broken_barh(spans, (rank + 0.4, 0.1), facecolor=colour(kind))
     title = f"{timeline.name}: {1e3 * timeline.makespan:.1f} ms, bubble {timeline.bubble:.1%}"
@@ -69,3 +74,15 @@ def _draw(axes: Axes, timeline: Timeline) -> None:
     axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
     axes.set_ylim(timeline.num_ranks - 0.4, -0.6)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _explain(axes: Axes, timelines: Sequence[Timeline]) -> None:
+    """Say above a drawing what its colours are."""
+    from matplotlib.patches import Patch
+
+    kinds = {action.kind for timeline in timelines for _, action, _, _ in timeline if not action.kind.is_message}
+    patches = [Patch(color=colour(kind), label=name) for kind, name in NAMES.items() if kind in kinds]
+    if patches:
+        axes.legend(
+            handles=patches, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(patches), frameon=False, fontsize=8
+        )

@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 from PIL import Image
 
 from pipert.report.pictures import save_pictures, save_png
+from pipert.scheduler.action import Kind
 from pipert.scheduler.costs import Costs
+from pipert.scheduler.draw.palette import colour
 from pipert.scheduler.generators.registry import generate
 from pipert.scheduler.simulate import simulate
 from pipert.scheduler.timeline import Timeline
@@ -42,3 +45,11 @@ def test_a_png_grows_with_its_ranks_and_takes_thousands_of_actions(tmp_path: Pat
 def test_drawing_needs_no_display_and_leaves_pyplot_alone() -> None:
     program = "import sys, pipert.report.pictures; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+
+
+def test_a_png_tells_the_stages_of_a_rank_apart_by_lightness(tmp_path: Path) -> None:
+    path = tmp_path / "chunks.png"
+    save_png(simulate(generate("interleaved", 2, 4, 2), Costs(0.01, 0.02)), path=path)
+    found = np.unique(np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3), axis=0)
+    pixels = {"#" + "".join(f"{level:02x}" for level in pixel) for pixel in found.tolist()}
+    assert {colour(kind, stage) for kind in (Kind.F, Kind.B) for stage in (0.0, 1.0)} <= pixels
