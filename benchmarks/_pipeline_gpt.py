@@ -44,7 +44,7 @@ def run(mesh: pipert.Mesh, folder: Path, rounds: int) -> dict[str, float]:
         theirs = TorchPipeline(list(modules.items()), mesh.pp * chunks, name, MICROBATCHES, loss)
         pipes[f"pipert {name}"] = pipe
         contestants[f"pipert {name}"] = lambda pipe=pipe: _ours(pipe, batch)  # type: ignore[misc]
-        contestants[f"torch {name}"] = lambda theirs=theirs, m=list(modules.values()): _theirs(theirs, m, batch)  # type: ignore[misc]
+        contestants[f"torch {name}"] = lambda theirs=theirs, m=modules: _theirs(theirs, m, batch)  # type: ignore[misc]
     timelines: dict[str, list[Timeline]] = {name: [] for name in pipes}
     seconds = take_turns(
         mesh, contestants, rounds, lambda name: name in pipes and timelines[name].append(pipes[name].timeline())
@@ -77,9 +77,11 @@ def _ours(pipe: pipert.Pipeline, batch: tuple[torch.Tensor, torch.Tensor]) -> No
         parameter.grad = None
 
 
-def _theirs(pipeline: TorchPipeline, modules: list[nn.Module], batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _theirs(
+    pipeline: TorchPipeline, modules: dict[int, nn.Module], batch: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     pipeline.step(*batch)
-    for module in modules:
+    for module in modules.values():
         module.zero_grad()
 
 

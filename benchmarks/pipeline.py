@@ -2,10 +2,10 @@
 
 Three parts, each a job of MPI ranks in which the contestants take turns step by step; figures are medians.
 
-* ``gpt``: a GPT on 2 ranks, one thread each. Against one process with two threads, against torch with the same schedule,
-  and against what the simulator says for the block times measured in the same run.
-* ``sleep``: stages that sleep, on 8 and 16 ranks, so that the makespan shows the runtime and not the cores. Against what
-  the simulator says for sleeps of just these lengths; torch's steps beside it.
+* ``gpt``: a GPT on 2 ranks, one thread each. Against one process with two threads, against torch with the same
+  schedule, and against what the simulator says for the block times measured in the same run.
+* ``sleep``: stages that sleep, on 8 and 16 ranks, so that the makespan shows the runtime and not the cores. Against
+  what the simulator says for what the stages take by themselves; torch's steps beside it.
 * ``cost``: stages that do next to nothing and messages of 1 KiB: what an action costs in the runtime itself.
 
 The last line is one JSON object with figures, bars and whether they hold; the exit code says the same.
@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 #: Part, ranks, rounds.
-JOBS = (("gpt", 2, 9), ("sleep", 8, 5), ("sleep", 16, 5), ("cost", 2, 31))
+JOBS = (("gpt", 2, 9), ("sleep", 8, 3), ("sleep", 16, 3), ("cost", 2, 31))
 
 #: What a figure's name ends in, whether it is a floor or a ceiling, and the bar.
 BARS = (

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from pipert.comm.doorbell import Doorbells
 from pipert.comm.errors import TransportError
 
 _MAGIC = b"pipertb1"
@@ -28,10 +29,12 @@ _CAUSE = struct.Struct("<iBd H")
 _PEER = struct.Struct("<id")
 _TIME = struct.Struct("<d")
 _IDENTITY = struct.Struct("<ii")
-# Offsets in the head: magic, number of slots, aborted, cause, text. In a slot: state, told, waiting, rank and pid,
-# heartbeat, since when it does what it does, the peer it waits for and since when, and the two texts.
-_COUNT, _ABORTED, _CAUSE_AT, _CAUSE_TEXT = 8, 16, 24, 64
+# Offsets in the head: magic, number of slots, aborted, cause, a word that stays 0, text. In a slot: state, told,
+# waiting, rank and pid, heartbeat, since when it does what it does, the peer it waits for and since when, the two texts,
+# and the two words of its doorbell.
+_COUNT, _ABORTED, _CAUSE_AT, _ZERO, _CAUSE_TEXT = 8, 16, 24, 60, 64
 _STATE, _TOLD, _WAITING, _WHO, _BEAT, _SINCE, _OWES, _DOING, _WAITS = 0, 1, 2, 4, 16, 24, 32, 64, 64 + _TEXT
+_BELL = _WAITS + _TEXT
 
 
 class State(IntEnum):
@@ -148,6 +151,16 @@ class Board:
     def aborted(self) -> bool:
         """Somebody has claimed the first cause."""
         return self._memory[_ABORTED] != 0
+
+    def doorbells(self) -> Doorbells | None:
+        """The doorbells of this machine's ranks; None where there are none."""
+        if not Doorbells.supported():
+            return None
+        bases = [_HEAD + _SLOT * slot for slot in range(self._slots)]
+        ranks = [_IDENTITY.unpack_from(self._memory, base + _WHO)[0] for base in bases]
+        own = _IDENTITY.unpack_from(self._memory, self._base + _WHO)[0]
+        places = {rank: base + _BELL for rank, base in zip(ranks, bases, strict=True)}
+        return Doorbells(self._descriptor, places, own, _ZERO)
 
     # ---- what this rank writes --------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import torch
 from pipert.comm import collectives
 from pipert.comm.buffers import check_parts, check_peer
 from pipert.comm.counters import Counters
+from pipert.comm.doorbell import Nap, PlainNap
 from pipert.comm.errors import OptionError, TransportError
 from pipert.comm.mpi_job import Job, job, seconds_from_environment
 from pipert.comm.mpi_messages import Limits, Messages, check_memory, starter
@@ -59,12 +60,13 @@ class MpiTransport(Transport):
         self._world_ranks: list[int] = list(group.Translate_ranks(list(range(self.size)), everybody))
         self.semantics: Mapping[str, object] = MappingProxyType({"name": "mpi", "matching": "tag"})
         limits = Limits(self.size, self.tag_bound, self._world_ranks)
-        self._isend, self._sends = starter(mpi, comm.Issend if synchronous else comm.Isend, limits, "dest")
-        self._irecv, self._receives = starter(mpi, comm.Irecv, limits, "source")
+        self._nap: Nap = job.bells or PlainNap()
+        self._isend, self._sends = starter(mpi, comm.Issend if synchronous else comm.Isend, limits, "dest", job.bells)
+        self._irecv, self._receives = starter(mpi, comm.Irecv, limits, "source", job.bells)
         # Called without the methods around them, which cost some per cent of a short message.
         self.isend, self.irecv = self._isend, self._irecv  # type: ignore[method-assign, assignment]
         self._error: type[Exception] = mpi.Exception
-        self._channel = Messages(mpi, self._collective_comm, limits._replace(tag_bound=highest + 1))
+        self._channel = Messages(mpi, self._collective_comm, limits._replace(tag_bound=highest + 1), job.bells)
         self._sequence = 0
         # A wait costs an object only after the policy's first polls.
         self._first_polls, self._policy = range(job.policy.spins), replace(job.policy, spins=0)
@@ -182,7 +184,7 @@ class MpiTransport(Transport):
                 if test():
                     return
             wait = _Wait(self, request, doing, peer)
-            wait_until(wait.done, self._policy, wait.check)
+            wait_until(wait.done, self._policy, wait.check, self._nap)
             wait.over()  # not after an error: then the board goes on telling what this rank waited for
         except self._error as error:
             raise TransportError(f"{doing or 'a message'}: MPI reports {str(error).splitlines()[0]}") from error

@@ -50,6 +50,7 @@ class Job:
         rank: this rank of the world.
         size: the world's ranks.
         board: this machine's board.
+        bells: the doorbells of this machine's ranks, None where there are none.
         policy: how this process waits.
         progress: the collectives under way.
     """
@@ -71,6 +72,7 @@ class Job:
             self.comm = world.Dup()
             self._node: Node = join_board(self.mpi, self.comm)
         self.board: Board = self._node.board
+        self.bells = self.board.doorbells()
         self.policy = WaitPolicy.from_environment(len(self._node.ranks))
         self.progress = Progress()
         self._said = threading.Lock()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipert.comm.buffers import check_dense, check_peer, check_tag
+from pipert.comm.doorbell import Doorbells
 from pipert.comm.errors import CommError, MessageError, TransportError
 from pipert.comm.transport import Request
 
@@ -66,7 +67,9 @@ class Limits(NamedTuple):
     world: Sequence[int]
 
 
-def starter(mpi: Any, start: Callable[..., Any], limits: Limits, what: str) -> tuple[Starter, Callable[[], Count]]:
+def starter(
+    mpi: Any, start: Callable[..., Any], limits: Limits, what: str, bells: Doorbells | None = None
+) -> tuple[Starter, Callable[[], Count]]:
     """Make the function that starts messages.
 
     Args:
@@ -74,6 +77,7 @@ def starter(mpi: Any, start: Callable[..., Any], limits: Limits, what: str) -> t
         start: a communicator's ``Isend``, ``Issend`` or ``Irecv``.
         limits: what the communicator allows.
         what: ``"dest"`` or ``"source"``, for error messages.
+        bells: to wake the other rank, if it is on this machine and sleeps.
 
     Returns:
         The starter, which raises `MessageError` before anything is sent and `TransportError` when MPI fails, and a
@@ -84,6 +88,7 @@ def starter(mpi: Any, start: Callable[..., Any], limits: Limits, what: str) -> t
     accelerated = torch.version.cuda is not None or torch.version.hip is not None
     mpi_error: type[Exception] = mpi.Exception
     messages = total = 0
+    asleep, flags = _flags(bells, world)
 
     def begin(tensor: torch.Tensor, peer: int, tag: int) -> Request:
         nonlocal messages, total
@@ -105,9 +110,18 @@ def starter(mpi: Any, start: Callable[..., Any], limits: Limits, what: str) -> t
         request.peer = world[peer]
         messages += 1
         total += nbytes
+        if asleep[flags[peer]]:
+            bells.ring(flags[peer])  # type: ignore[union-attr]
         return request
 
     return begin, lambda: Count(messages, total)
+
+
+def _flags(bells: Doorbells | None, world: Sequence[int]) -> tuple[Sequence[int], list[int]]:
+    """Words that are not 0 while a rank sleeps, and where in them each peer's is."""
+    if bells is None:
+        return [0], [0] * len(world)
+    return bells.asleep, [bells.flag(rank) for rank in world]
 
 
 def check_memory(tensor: torch.Tensor) -> None:
@@ -135,11 +149,11 @@ def refusal(tensor: torch.Tensor, peer: int, tag: int, limits: Limits, what: str
 class Messages:
     """A communicator's messages, for collectives: a `pipert.comm.collectives.Channel`."""
 
-    def __init__(self, mpi: Any, comm: Any, limits: Limits) -> None:
+    def __init__(self, mpi: Any, comm: Any, limits: Limits, bells: Doorbells | None) -> None:
         self.rank: int = comm.Get_rank()
         self.size: int = limits.size
-        self._isend, _ = starter(mpi, comm.Isend, limits, "dest")
-        self._irecv, _ = starter(mpi, comm.Irecv, limits, "source")
+        self._isend, _ = starter(mpi, comm.Isend, limits, "dest", bells)
+        self._irecv, _ = starter(mpi, comm.Irecv, limits, "source", bells)
 
     def isend(self, tensor: torch.Tensor, dest: int, tag: int, /) -> Request:
         """Start sending."""

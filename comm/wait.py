@@ -2,7 +2,8 @@
 
 A blocking MPI wait polls without end and starves the ranks that compute on the same cores. The loop here polls
 back to back for the few microseconds in which most messages arrive, then lets other ranks run between polls, and then
-sleeps for a fixed share of the time already waited: a long wait costs no core and ends at most a few per cent late.
+sleeps for a fixed share of the time already waited: a long wait costs no core and ends at most a few per cent late. A
+message from the same machine ends the sleep (`pipert.comm.doorbell`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 
+from pipert.comm.doorbell import Nap, PlainNap
 from pipert.comm.errors import OptionError
 from pipert.comm.transport import Request
+
+_PLAIN = PlainNap()
 
 #: A collective under way: yields the request it waits for, ends when the result is there.
 Steps = Generator[Request, None, None]
@@ -68,7 +72,9 @@ class WaitPolicy:
         return cls.shared(ranks, len(os.sched_getaffinity(0)))
 
 
-def wait_until(done: Callable[[], bool], policy: WaitPolicy, check: Callable[[float], None]) -> None:
+def wait_until(
+    done: Callable[[], bool], policy: WaitPolicy, check: Callable[[float], None], nap: Nap = _PLAIN
+) -> None:
     """Poll ``done`` until it is true.
 
     Args:
@@ -76,6 +82,7 @@ def wait_until(done: Callable[[], bool], policy: WaitPolicy, check: Callable[[fl
         policy: the phases.
         check: called with the seconds waited so far, at least every few milliseconds once the first polls failed;
             raises what ends the wait early (a deadline, an aborted job).
+        nap: how to sleep.
     """
     for _ in range(policy.spins):
         if done():
@@ -90,9 +97,11 @@ def wait_until(done: Callable[[], bool], policy: WaitPolicy, check: Callable[[fl
         now = time.monotonic()
         check(now - start)
     while True:
-        time.sleep(min(policy.longest, max(policy.shortest, policy.share * (now - start))))
-        if done():
+        armed = nap.arm()
+        if done():  # what came before the arming rings no more
+            nap.disarm()
             return
+        nap.sleep(armed, min(policy.longest, max(policy.shortest, policy.share * (now - start))))
         now = time.monotonic()
         check(now - start)
 

@@ -22,27 +22,53 @@ class Flag:
         return self.done
 
 
-def test_a_wait_that_lasts_costs_little_of_the_core() -> None:
-    end = time.monotonic() + 0.5
-    begin = time.process_time()
-    wait_until(lambda: time.monotonic() > end, WaitPolicy(), lambda waited: None)
-    assert time.process_time() - begin < 0.25
-    assert time.monotonic() - end < 0.1
+class Clock:
+    """Time that passes only in sleeps, as `Nap` and as the module ``time``."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.naps: list[float] = []
+        self.calls: list[str] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def arm(self) -> int:
+        self.calls.append("arm")
+        return len(self.naps)
+
+    def sleep(self, armed: int, seconds: float) -> None:
+        assert armed == len(self.naps)
+        self.calls.append("sleep")
+        self.naps.append(seconds)
+        self.now += seconds
+
+    def disarm(self) -> None:
+        self.calls.append("disarm")
 
 
-def test_a_sleep_is_a_small_share_of_the_time_waited() -> None:
-    waits: list[float] = []
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("pipert.comm.wait.time", clock)
+    return clock
 
-    def check(waited: float) -> None:
-        waits.append(waited)
-        if waited > 0.2:
-            raise TimeoutError
 
-    policy = WaitPolicy(spins=1, yielding=0.0, shortest=1e-4, longest=1.0, share=0.05)
-    with pytest.raises(TimeoutError):
-        wait_until(lambda: False, policy, check)
-    assert len(waits) > 30  # each step 5 per cent longer: not 2000 steps of 0.1 ms, not one of 0.2 s
-    assert len(waits) < 1000
+def test_a_sleep_is_a_small_share_of_the_time_waited(clock: Clock) -> None:
+    policy = WaitPolicy(spins=1, yielding=0.0, shortest=1e-4, longest=5e-3, share=0.05)
+    wait_until(lambda: clock.now > 0.5, policy, lambda waited: None, clock)
+    waited = 0.0
+    for nap in clock.naps:
+        assert nap == pytest.approx(min(5e-3, max(1e-4, 0.05 * waited)))
+        waited += nap
+    assert len(clock.naps) < 250  # a long wait costs few polls
+
+
+def test_what_is_done_after_arming_is_seen_before_the_sleep(clock: Clock) -> None:
+    """A message that comes between the last poll and the arming rings no bell; the poll after it must see it."""
+    policy = WaitPolicy(spins=1, yielding=0.0)
+    wait_until(lambda: "arm" in clock.calls, policy, lambda waited: None, clock)
+    assert clock.calls == ["arm", "disarm"]
 
 
 def test_the_check_is_called_while_the_core_is_never_given_away_too() -> None:
