@@ -330,6 +330,21 @@ def test_words_that_make_no_sense_end_with_2(pipert_schedule, command: str, word
 
 
 @pytest.mark.parametrize("command", ["show", "check", "simulate"])
+def test_a_file_that_the_system_does_not_give_ends_with_2_not_with_the_code_of_a_fault(
+    pipert_schedule, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "mine.txt").write_text("pipert-schedule 1\n")
+    monkeypatch.setattr(Path, "read_text", refuse)
+    done = pipert_schedule(command, tmp_path / "mine.txt")
+    assert done.code == 2
+    assert re.search(r"FormatError: .*mine.txt cannot be read \(Permission denied\)", done.err)
+    assert pipert_schedule(command, "x" * 5000).code == 2
+
+
+@pytest.mark.parametrize("command", ["show", "check", "simulate"])
 def test_a_file_that_cannot_be_read_ends_with_2_and_its_line(pipert_schedule, tmp_path: Path, command: str) -> None:
     (tmp_path / "wrong.txt").write_text("pipert-schedule 1\nmicrobatches 1\nplacement 0\nrank 0: 0F0xyz\n")
     done = pipert_schedule(command, tmp_path / "wrong.txt")

@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from pipert.scheduler.errors import LayoutError
+from pipert.scheduler.errors import FormatError, LayoutError
 from pipert.scheduler.formats.files import read as read_file
 from pipert.scheduler.generators.registry import GENERATORS, generate
 from pipert.scheduler.lower import lower
@@ -57,8 +57,11 @@ def read(
     """The schedule of that name, else the file; what a file has that is left out is told on standard error."""
     if source in GENERATORS:
         return generate(source, ranks, microbatches, chunks)
-    if Path(source).is_file():
-        imported = read_file(source, format, semantics or NCCL_PAIR)
+    try:
+        imported = read_file(source, format, semantics or NCCL_PAIR) if Path(source).is_file() else None
+    except OSError as error:
+        raise FormatError(f"{source[:80]} cannot be read ({error.strerror}); name a file that can") from error
+    if imported is not None:
         for notice in imported.notices:
             typer.echo(notice, err=True)
         return imported.value

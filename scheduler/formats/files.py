@@ -35,7 +35,7 @@ def read(path: str | Path, format: str = "auto", semantics: Semantics = NCCL_PAI
         OSError: there is no such file.
     """
     try:
-        content = Path(path).read_text(encoding="utf-8")
+        content = Path(path).read_text(encoding="utf-8-sig")  # spreadsheets and some editors begin a file with a mark
     except UnicodeDecodeError as error:
         raise FormatError(f"{path} is not a text file ({error.reason} at byte {error.start})") from error
     try:
