@@ -3,11 +3,11 @@
 While a stage runs a micro-batch forward, `deferring` looks at every ``F.linear`` with a leaf weight, whoever calls it,
 and records a node that computes the same numbers. In the backward this node computes the gradient of its input and
 keeps what the weight's needs: its input and its output's gradient. Everything else that the forward kept is free then.
-Later `Deferred.accumulate` multiplies the two, and autograd adds the products to the weights, hooks and all.
+Later `Deferred.accumulate` multiplies the two and lets autograd add the products up.
 
 What is not put off is computed in the first half, by autograd as ever: weights of norms, convolutions and embeddings,
-raw parameters, and a linear layer whose weight is no leaf or has hooks of its own, or which runs under autocast or
-inside a differentiable backward.
+raw parameters, and a linear layer whose weight is no leaf or has hooks of its own, or which runs inside a
+differentiable backward.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -59,7 +60,7 @@ class Deferred:
 
     def __init__(self) -> None:
         self._parts: dict[torch.Tensor, list[_Product | _Sum | _Ready]] = {}
-        self._open = False
+        self._task: int | None = None
 
     def expect(self, parameter: torch.Tensor) -> None:
         """The forward used a parameter whose gradient will be put off."""
@@ -67,29 +68,42 @@ class Deferred:
 
     @property
     def putting_off(self) -> bool:
-        """Whether a backward runs whose weight gradients are to be put off."""
-        return self._open and not torch.is_grad_enabled()
+        """Whether the first half runs; not a backward of its own that the model starts, in it or before."""
+        return self._task is not None and self._task == torch._C._current_graph_task_id()
 
     def put_off(self, parameter: torch.Tensor, part: _Product | _Sum) -> None:
         """Keep a part of a parameter's gradient for later."""
         self._parts.setdefault(parameter, []).append(part)
 
-    @contextmanager
-    def first_half(self) -> Iterator[None]:
-        """Around the backward that computes input gradients.
+    def first_half(self, roots: Sequence[torch.Tensor | GradientEdge], seeds: Sequence[torch.Tensor]) -> None:
+        """Run the backward from the roots, without what is put off.
 
         What autograd finds of gradients that are otherwise put off waits with them, so that each is added in one
         piece.
         """
+
+        def begin(_: object) -> None:
+            self._task = self._task or torch._C._current_graph_task_id()
+
+        hooks = [_node(root).register_prehook(begin) for root in roots]
+        with self._set_aside(), deferring(self):
+            # torch.autograd.backward is a torch function itself: the mode would be off while it runs, and a forward
+            # that is run again within it would not be the same.
+            _engine_run_backward(
+                tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+        for hook in hooks:
+            hook.remove()
+
+    @contextmanager
+    def _set_aside(self) -> Iterator[None]:
         before = [(parameter, parameter.grad) for parameter in self._parts]
         for parameter, _ in before:
             parameter.grad = None
-        self._open = True
         try:
-            with deferring(self):
-                yield
+            yield
         finally:
-            self._open = False
+            self._task = None
             for parameter, gradient in before:
                 found, parameter.grad = parameter.grad, gradient
                 if found is not None:
@@ -101,8 +115,12 @@ class Deferred:
             parameter = next(iter(self._parts))
             parts = self._parts.pop(parameter)
             if parts:
-                gradients = [part.compute() for part in parts]
+                gradients = [part.compute().to(parameter.dtype) for part in parts]
                 torch.autograd.backward([parameter] * len(parts), gradients)
+
+
+def _node(root: torch.Tensor | GradientEdge) -> Node:
+    return root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
 
 
 @contextmanager
@@ -139,7 +157,8 @@ class _Deferring(TorchFunctionMode):
         for parameter in (weight, bias):
             if parameter is not None and _own_leaf(parameter):
                 self._deferred.expect(parameter)
-        rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+        dtype = _autocast_dtype(input.device.type) or input.dtype
+        rows = (input if input.dim() == 2 else input.reshape(-1, input.shape[-1])).to(dtype)
         output: torch.Tensor = _Linear.apply(rows, weight, bias, self._deferred)  # type: ignore[no-untyped-call]
         if input.dim() == 2:
             return output
@@ -150,28 +169,36 @@ class _Deferring(TorchFunctionMode):
 
 def _splits(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether `_Linear` computes this layer's gradients exactly as torch does: as a product of two matrices."""
+    tensors = [tensor for tensor in (value, weight, bias) if tensor is not None]
     as_rows = value.dim() == 2 or value.is_contiguous() or (bias is None and value.requires_grad)
     return (
-        all(_plain(tensor) for tensor in (value, weight, bias) if tensor is not None)
+        all(map(_plain, tensors))
         and value.dim() >= 2
         and weight.dim() == 2
         and (bias is None or bias.shape == weight.shape[:1])
         and _own_leaf(weight)
         and weight.is_contiguous()
-        and weight.is_floating_point()
         and as_rows
         and value.numel() > 0
-        and not torch.is_autocast_enabled(value.device.type)
+        and (len({tensor.dtype for tensor in tensors}) == 1 or _autocast_dtype(value.device.type) is not None)
     )
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    """A tensor without rules of its own; not in double precision where autocast would leave that alone."""
+    known = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    doubled = tensor.dtype is torch.float64 and torch.is_autocast_enabled(tensor.device.type)
+    return known and tensor.is_floating_point() and not doubled
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _own_leaf(tensor: torch.Tensor) -> bool:
-    """A leaf whose gradient nobody wants to see before it is accumulated."""
-    return tensor.requires_grad and tensor.is_leaf and not tensor._backward_hooks
+    """A leaf without hooks, which would see gradients in the first half that are not there yet."""
+    hooks = tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+    return tensor.requires_grad and tensor.is_leaf and not hooks
 
 
 class _Linear(torch.autograd.Function):
@@ -181,25 +208,29 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deferred: Deferred
     ) -> torch.Tensor:
-        ctx.save_for_backward(value, weight)
-        ctx.bias, ctx.deferred = bias, deferred
-        return F.linear(value, weight, bias)
+        # In the value's type, which under autocast is another. Its own cache of weights would forget their gradients.
+        weight_used, bias_used = weight.to(value.dtype), None if bias is None else bias.to(value.dtype)
+        ctx.save_for_backward(value, weight_used)
+        ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
+        return F.linear(value, weight_used, bias_used)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         value, weight = ctx.saved_tensors
         deferred: Deferred = ctx.deferred
+        if torch.is_grad_enabled():
+            weight = ctx.weight.to(value.dtype)  # the backward is differentiated itself
         of_value = _times(gradient, weight, value) if ctx.needs_input_grad[0] else None
         of_weight, of_bias = None, None
         if deferred.putting_off:
-            deferred.put_off(weight, _Product(value, gradient))
+            deferred.put_off(ctx.weight, _Product(value, gradient))
         else:
-            of_weight = _Product(value, gradient).compute()
+            of_weight = _Product(value, gradient).compute().to(ctx.weight.dtype)
         if ctx.needs_input_grad[2]:
             if deferred.putting_off and _own_leaf(ctx.bias):
                 deferred.put_off(ctx.bias, _Sum(gradient))
             else:
-                of_bias = _Sum(gradient).compute()
+                of_bias = _Sum(gradient).compute().to(ctx.bias.dtype)
         return of_value, of_weight, of_bias, None
 
 

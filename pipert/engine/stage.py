@@ -197,8 +197,7 @@ class Stage:
         if live.deferred is None:
             live.seeds = list(gradients) or live.seeds
             return []
-        with live.deferred.first_half():
-            self._run_backward(live, microbatch, gradients)
+        self._run_backward(live, microbatch, gradients)
         return self._input_gradients(live)
 
     def backward_weight(self, microbatch: int) -> None:
@@ -216,7 +215,8 @@ class Stage:
         seeds, live.seeds = list(gradients) or live.seeds, []
         if edges and self._step.weights[microbatch]:
             with _outside_autocast(self.device.type):
-                torch.autograd.backward(edges, seeds)
+                run = torch.autograd.backward if live.deferred is None else live.deferred.first_half
+                run(edges, seeds)
 
     def _input_gradients(self, live: _Live) -> list[torch.Tensor]:
         entry, live.entry = live.entry, None
