@@ -30,8 +30,8 @@ _PEER = struct.Struct("<id")
 _TIME = struct.Struct("<d")
 _IDENTITY = struct.Struct("<ii")
 # Offsets in the head: magic, number of slots, aborted, cause, a word that stays 0, text. In a slot: state, told,
-# waiting, rank and pid, heartbeat, since when it does what it does, the peer it waits for and since when, the two texts,
-# and the two words of its doorbell.
+# waiting, rank and pid, heartbeat, since when it does what it does, the peer it waits for and since when, the two
+# texts, and the two words of its doorbell.
 _COUNT, _ABORTED, _CAUSE_AT, _ZERO, _CAUSE_TEXT = 8, 16, 24, 60, 64
 _STATE, _TOLD, _WAITING, _WHO, _BEAT, _SINCE, _OWES, _DOING, _WAITS = 0, 1, 2, 4, 16, 24, 32, 64, 64 + _TEXT
 _BELL = _WAITS + _TEXT
