@@ -9,7 +9,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from _torch_pipeline import TorchPipeline, start_gloo
-from _turns import measured_costs, take_turns
+from _turns import take_turns
 from torch import nn
 
 import pipert
@@ -17,6 +17,7 @@ from pipert.engine.reference import reference_step
 from pipert.gpt_config import GPTConfig
 from pipert.models import GPT
 from pipert.models.loss import CausalLMLoss
+from pipert.report.measured import measured_costs
 from pipert.scheduler.generators.registry import generate
 from pipert.scheduler.simulate import simulate
 from pipert.scheduler.timeline import Timeline

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from statistics import median
 
 import pipert
-from pipert.scheduler.action import Kind
-from pipert.scheduler.costs import Costs
-from pipert.scheduler.timeline import Timeline
 
 
 def take_turns(
@@ -41,14 +38,3 @@ def take_turns(
                 seconds[name].append(time.perf_counter() - start)
                 after(name)
     return {name: median(values) for name, values in seconds.items()}
-
-
-def measured_costs(timelines: Iterable[Timeline], num_stages: int) -> Costs:
-    """The median durations of F and B of every stage over measured steps; messages cost nothing."""
-    durations: dict[tuple[int, Kind], list[float]] = {}
-    for timeline in timelines:
-        for _, action, start, end in timeline:
-            if action.kind.is_compute:
-                durations.setdefault((action.stage, action.kind), []).append(end - start)
-    forward, backward = ([median(durations[stage, kind]) for stage in range(num_stages)] for kind in (Kind.F, Kind.B))
-    return Costs(forward=forward, backward=backward)

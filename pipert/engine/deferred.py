@@ -83,7 +83,7 @@ class Deferred:
         """
 
         def begin(_: object) -> None:
-            self._task = self._task or torch._C._current_graph_task_id()
+            self._task = torch._C._current_graph_task_id()
 
         hooks = [_node(root).register_prehook(begin) for root in roots]
         with self._set_aside(), deferring(self):

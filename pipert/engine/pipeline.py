@@ -58,10 +58,10 @@ class Pipeline:
             copies).
         loss_fn: ``loss_fn(output, target)``, the mean over what ``count_fn`` counts.
         mesh: the ranks.
-        schedule: a name (``gpipe``, ``1f1b``, ``interleaved``), a `Schedule`, or a function (ranks, microbatches) ->
-            Schedule.
+        schedule: a name of `pipert.scheduler.generators.registry` (``1f1b``, ``interleaved``, ``zb-h1``, ``zb-v``, …),
+            a `Schedule`, or a function (ranks, microbatches) -> Schedule.
         microbatches: into how many a batch is split, at most.
-        chunks: stages a rank, for schedules by name.
+        chunks: stages a rank, for schedules by name; those in a V have two by themselves.
         cuts: own cuts: the number of blocks of each stage, or the first block of each stage but the first.
         example: inputs of one micro-batch, to measure the blocks with; otherwise their times are estimated.
         recompute: keep all activations (``none``), only those between blocks (``block``) or between stages (``full``).

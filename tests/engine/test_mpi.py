@@ -77,6 +77,26 @@ def test_pipelines_and_replicas_over_mpi_give_the_numbers_of_one_process() -> No
     assert result.stdout.count("is well") == 4, result.text
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_backwards_in_two_halves_over_mpi_have_the_bits_of_one_process(schedule: str) -> None:
+    script = (
+        COMMON
+        + f"""
+    mesh = Mesh.from_mpi(pp=3)
+    model = gpt(layers=6, tied=False)
+    steps = [[tokens(5, length=10 + s, seed=s)] for s in range(3)]
+    pipe, outcome = train(model, token_loss, steps, mesh, ADAMW, schedule={schedule!r}, microbatches=4)
+    plain = [[parts(b, 4) for b in step] for step in steps]
+    check(pipe, outcome, run_plain(model, token_loss, plain, optimizer=ADAMW), 0)
+    print("rank", mesh.rank, "is well")
+    mesh.close()
+    """
+    )
+    result = run_mpi(3, script, timeout=150, deadline=60, env={"PIPERT_SYNCHRONOUS": "1"})
+    assert result.returncode == 0, result.text
+    assert result.stdout.count("is well") == 3, result.text
+
+
 @pytest.mark.parametrize("pp", [4, 5])
 def test_shapes_that_change_every_step_finish_under_synchronous_sends(pp: int) -> None:
     script = (
