@@ -105,9 +105,12 @@ def counts(targets: Sequence[object], count_fn: CountFunction) -> tuple[float, .
 
 
 def _number(count: Any) -> float:
-    if isinstance(count, torch.Tensor):
+    if isinstance(count, torch.Tensor) and count.numel() == 1:
         count = count.item()
-    return count if isinstance(count, int) else float(count)
+    try:
+        return count if isinstance(count, int) else float(count)
+    except (TypeError, ValueError):
+        raise BatchError(f"count_fn returned {count!r:.80}; a count must be a finite number >= 0") from None
 
 
 def weights(own: Sequence[float], total: float) -> tuple[float, ...]:

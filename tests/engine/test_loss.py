@@ -295,3 +295,9 @@ def test_a_mean_over_the_batch_counts_samples() -> None:
 def test_a_sum_is_refused_where_a_mean_is_weighed(loss_fn: Any) -> None:
     with pytest.raises(ConfigError, match=r'reduction = "sum".*use reduction="mean"'):
         run_pipeline(tower(2), loss_fn, [[vectors(4)]], 2, microbatches=2)
+
+
+@pytest.mark.parametrize("count", [None, "x", torch.ones(2), [3]])
+def test_a_count_that_is_no_number_is_refused(count: Any) -> None:
+    with pytest.raises(BatchError, match=r"count_fn returned .*; a count must be a finite number >= 0"):
+        run_pipeline(tower(2), F.mse_loss, [[vectors(4)]], 2, microbatches=2, count_fn=lambda target: count)
