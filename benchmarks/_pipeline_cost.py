@@ -24,9 +24,7 @@ def run(mesh: pipert.Mesh, folder: Path, rounds: int) -> dict[str, float]:
     start_gloo(mesh, folder)
     batch = (torch.randn(MICROBATCHES, WIDTH), torch.zeros(MICROBATCHES, WIDTH))
     model = nn.Sequential(*(Identity() for _ in range(mesh.pp)))
-    pipe = pipert.Pipeline(
-        model, mean_difference, mesh, schedule="1f1b", microbatches=MICROBATCHES, cuts=[1] * mesh.pp
-    )
+    pipe = pipert.Pipeline(model, mean_difference, mesh, schedule="1f1b", microbatches=MICROBATCHES, cuts=[1] * mesh.pp)
     theirs = TorchPipeline(
         [(number, model[number]) for number in pipe.modules], mesh.pp, "1f1b", MICROBATCHES, mean_difference
     )

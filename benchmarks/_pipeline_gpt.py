@@ -78,9 +78,7 @@ def _ours(pipe: pipert.Pipeline, batch: tuple[torch.Tensor, torch.Tensor]) -> No
         parameter.grad = None
 
 
-def _theirs(
-    pipeline: TorchPipeline, modules: dict[int, nn.Module], batch: tuple[torch.Tensor, torch.Tensor]
-) -> None:
+def _theirs(pipeline: TorchPipeline, modules: dict[int, nn.Module], batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     pipeline.step(*batch)
     for module in modules.values():
         module.zero_grad()

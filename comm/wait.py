@@ -72,9 +72,7 @@ class WaitPolicy:
         return cls.shared(ranks, len(os.sched_getaffinity(0)))
 
 
-def wait_until(
-    done: Callable[[], bool], policy: WaitPolicy, check: Callable[[float], None], nap: Nap = _PLAIN
-) -> None:
+def wait_until(done: Callable[[], bool], policy: WaitPolicy, check: Callable[[float], None], nap: Nap = _PLAIN) -> None:
     """Poll ``done`` until it is true.
 
     Args:

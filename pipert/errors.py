@@ -31,5 +31,5 @@ class DataError(PipertError, ValueError):
     """A corpus, token file or data position cannot be used."""
 
 
-class EndOfData(PipertError):  # noqa: N818  (like StopIteration, it is no fault)
+class EndOfData(PipertError):  # like StopIteration, it is no fault
     """The data iterator given to a step has no further batch; raised on every rank."""
