@@ -61,11 +61,6 @@ def floats(vector: torch.Tensor | None) -> torch.Tensor | None:
     return None if vector is None else vector.detach().to(torch.float32).contiguous()
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in the dtype that references compute in: float32, or float64 if it is that."""
-    return x if x.dtype == torch.float64 else x.to(torch.float32)
-
-
 def result(out: torch.Tensor | None, x: torch.Tensor, operation: str) -> torch.Tensor:
     """Memory for a result like ``x``: ``out`` if given.
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-from pipert.hipkernels.ops.tensors import wide
+from pipert.hipkernels.reference.wide import wide
 
 
 def gelu_forward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipert.hipkernels.ops.tensors import wide
+from pipert.hipkernels.reference.wide import wide
 
 
 def statistics(logits: torch.Tensor, targets: torch.Tensor, columns: int, first: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipert.hipkernels.ops.tensors import wide
+from pipert.hipkernels.reference.wide import wide
 
 
 def rotary(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, inverse: bool, dim: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipert.hipkernels.ops.tensors import wide
+from pipert.hipkernels.reference.wide import wide
 
 
 def softmax_forward(x: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool) -> torch.Tensor:
