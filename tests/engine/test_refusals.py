@@ -75,14 +75,6 @@ def test_a_pipeline_that_cannot_be(pp: int, options: dict[str, Any], error: Any,
     everywhere(pp, build(pp, **options), error, words)
 
 
-def test_a_schedule_with_split_backwards_is_refused_by_name() -> None:
-    rows = [[Action(0, kind, 0) for kind in (Kind.F, Kind.I, Kind.W)]]
-    schedule = Schedule.of("split", Placement.linear(1), 1, rows)
-    pipe = Pipeline(tower(2), F.mse_loss, Mesh.local(), schedule=schedule, microbatches=1)
-    with pytest.raises(ConfigError, match="the engine cannot run 0I0"):
-        pipe.step(vectors(2))
-
-
 def test_a_model_that_is_not_a_chain_of_blocks_is_refused() -> None:
     everywhere(
         2, lambda t: Pipeline(nn.ModuleList([nn.Linear(2, 2)]), F.mse_loss, Mesh.local(pp=2)), GraphError, "order"

@@ -14,8 +14,10 @@ from pipert.comm.local import run_ranks
 from pipert.comm.mesh import Mesh
 from pipert.engine.pipeline import Pipeline
 from pipert.engine.reference import reference_step
-from pipert.scheduler.action import Kind
+from pipert.scheduler.action import Action, Kind
 from pipert.scheduler.generators.registry import GENERATORS
+from pipert.scheduler.placement import Placement
+from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.timeline import Timeline
 from tests.engine.test_memory import Watch, Watched
 from tests.engine.world import (
@@ -41,23 +43,29 @@ def chunks_for(schedule: str) -> dict[str, int]:
     return {"chunks": 2} if GENERATORS[schedule].chunked else {}
 
 
-def sampled(seed: int, count: int) -> list[tuple[str, int, int]]:
-    """Some layouts of every schedule: name, ranks, micro-batches."""
+def sampled(seed: int, count: int) -> list[tuple[str, int, int, torch.dtype, str]]:
+    """Some layouts of every schedule: name, ranks, micro-batches, dtype, optimizer."""
     choose = random.Random(seed)
     every = [(pp, m) for pp in (1, 2, 3, 4) for m in (1, 2, 3, 4, 5, 8)]
-    return [(name, pp, m) for name in GENERATORS for pp, m in choose.sample(every, count)]
+    kinds = [(dtype, optimizer) for dtype in (torch.float32, torch.float64) for optimizer in ("sgd", "adamw")]
+    return [
+        (name, pp, m, *kind)
+        for name in GENERATORS
+        for (pp, m), kind in zip(choose.sample(every, count), kinds * count, strict=False)
+    ]
 
 
-@pytest.mark.parametrize(("schedule", "pp", "microbatches"), sampled(0, 4))
-def test_every_schedule_has_the_bits_of_one_process_in_single_precision(
-    schedule: str, pp: int, microbatches: int
+@pytest.mark.parametrize(("schedule", "pp", "microbatches", "dtype", "optimizer"), sampled(0, 4), ids=str)
+def test_every_schedule_has_the_bits_of_one_process_after_three_steps(
+    schedule: str, pp: int, microbatches: int, dtype: torch.dtype, optimizer: str
 ) -> None:
-    model = tower(2 * pp + 1, dtype=torch.float32)
-    steps = [[(x.float(), y.float())] for x, y in (vectors(8, seed=1), vectors(8, seed=2))]
+    model = tower(2 * pp + 1, dtype=dtype)
+    steps = [[(x.to(dtype), y.to(dtype))] for x, y in (vectors(8, seed=seed) for seed in range(3))]
     options: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches, **chunks_for(schedule)}
-    mine = run_pipeline(model, F.mse_loss, steps, pp, optimizer=SGD, **options)
+    options["optimizer"] = {"sgd": SGD, "adamw": ADAMW}[optimizer]
+    mine = run_pipeline(model, F.mse_loss, steps, pp, **options)
     plain = [[parts(batch, microbatches) for batch in step] for step in steps]
-    assert_same(mine, run_plain(model, F.mse_loss, plain, optimizer=SGD), 0)
+    assert_same(mine, run_plain(model, F.mse_loss, plain, optimizer=options["optimizer"]), 0)
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
@@ -68,6 +76,15 @@ def test_a_gpt_trains_as_in_one_process(schedule: str, optimizer: Any) -> None:
     options: dict[str, Any] = {"schedule": schedule, "microbatches": 5}
     mine = run_pipeline(model, token_loss, [[batch] for batch in batches], 3, optimizer=optimizer, **options)
     assert_same(mine, run_plain(model, token_loss, [[parts(b, 5)] for b in batches], optimizer=optimizer))
+
+
+def test_a_written_schedule_may_put_all_weight_gradients_last_and_mix_in_whole_backwards() -> None:
+    texts = ["0F0 0F1 0F2 0I0 0I1 0B2 0W0 0W1", "1F0 1I0 1F1 1I1 1F2 1B2 1W0 1W1"]
+    rows = [[Action.parse(text) for text in row.split()] for row in texts]
+    schedule = Schedule.of("late", Placement.linear(2), 3, rows)
+    model, batch = tower(4), vectors(6)
+    mine = run_pipeline(model, F.mse_loss, [[batch]], 2, schedule=schedule, microbatches=3)
+    assert_same(mine, run_plain(model, F.mse_loss, [[parts(batch, 3)]]))
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "dual-pipe-v"])
