@@ -12,8 +12,6 @@ layers with `current_draw`; it lives in a `contextvars.ContextVar`, so ranks tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -46,18 +44,23 @@ def current_draw() -> Draw | None:
     return _current.get()
 
 
-@contextmanager
-def drawing(draw: Draw | None) -> Iterator[None]:
+class drawing:
     """Make ``draw`` the current one inside the ``with`` block (None: as if outside of any).
 
     New threads start outside of any. A function that autograd may call later from one of its device threads
     (recompute on a GPU) must therefore remember the draw and enter it again.
     """
-    token = _current.set(draw)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+
+    __slots__ = ("_draw", "_token")  # entered for every block of every micro-batch: a class costs half a generator's
+
+    def __init__(self, draw: Draw | None) -> None:
+        self._draw = draw
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self._draw)
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
 
 
 def digest(seed: int, *key: str | int) -> int:

@@ -47,24 +47,32 @@ def uses_global_random(function: object) -> bool:
     return not known or any(map(uses_global_random, function.children()))
 
 
-@contextmanager
-def global_generator(draw: Draw, block: str, device: torch.device) -> Iterator[None]:
+class global_generator:
     """Seed torch's global generator for one run of a block; restore it afterwards."""
-    key = digest(draw.seed, "global", block, draw.step, draw.samples[0] if draw.samples else 0)
-    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
-    with _GENERATOR:
-        state = torch.get_rng_state()
-        accelerator_state = accelerator.get_rng_state(device) if accelerator else None
-        try:
-            torch.default_generator.manual_seed(key)
-            if accelerator:
-                with accelerator.device(device):
-                    accelerator.manual_seed(key)
-            yield
-        finally:
-            torch.set_rng_state(state)
-            if accelerator:
-                accelerator.set_rng_state(accelerator_state, device)
+
+    __slots__ = ("_accelerator", "_before", "_device", "_key")
+
+    def __init__(self, draw: Draw, block: str, device: torch.device) -> None:
+        self._key = digest(draw.seed, "global", block, draw.step, draw.samples[0] if draw.samples else 0)
+        self._device = device
+        self._accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+        self._before: list[torch.Tensor] = []
+
+    def __enter__(self) -> None:
+        _GENERATOR.acquire()
+        self._before = [torch.default_generator.get_state()]
+        if self._accelerator is not None:
+            self._before.append(self._accelerator.get_rng_state(self._device))
+            with self._accelerator.device(self._device):
+                self._accelerator.manual_seed(self._key)
+        torch.default_generator.manual_seed(self._key)
+
+    def __exit__(self, *_: object) -> None:
+        state, *accelerated = self._before
+        torch.default_generator.set_state(state)
+        if self._accelerator is not None:
+            self._accelerator.set_rng_state(accelerated[0], self._device)
+        _GENERATOR.release()
 
 
 class BlockRunner:

@@ -13,13 +13,15 @@ differentiable backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+_AS_EVER = nullcontext()
 
 
 class _Product(NamedTuple):
@@ -123,14 +125,9 @@ def _node(root: torch.Tensor | GradientEdge) -> Node:
     return root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
 
 
-@contextmanager
-def deferring(deferred: Deferred | None) -> Iterator[None]:
+def deferring(deferred: Deferred | None) -> AbstractContextManager[object]:
     """Within it linear layers get a backward in two halves; None: as ever."""
-    if deferred is None:
-        yield
-        return
-    with _Deferring(deferred):
-        yield
+    return _AS_EVER if deferred is None else _Deferring(deferred)
 
 
 class _Deferring(TorchFunctionMode):

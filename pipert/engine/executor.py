@@ -194,8 +194,8 @@ class Executor:
         clock, report = time.perf_counter, self._transport.report
         started, ended = timings.starts.append, timings.ends.append
         for name, _, prepare, perform, arguments in self._steps:
-            report(name)
-            if prepare is not None:
+            if prepare is not None:  # what needs nothing is over before anybody could ask
+                report(name)
                 prepare(*arguments)
             started(clock())
             perform(*arguments)
