@@ -62,7 +62,7 @@ def run_mpi(
     script: str | Path,
     args: Sequence[str] = (),
     *,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     deadline: float = 20.0,
     env: Mapping[str, str] | None = None,
     check: bool = False,

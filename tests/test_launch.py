@@ -54,7 +54,7 @@ def test_a_killed_rank_is_named_with_what_it_was_doing() -> None:
             os.kill(os.getpid(), 9)
         time.sleep(100)
         """
-    result = run_mpi(3, script, launcher=launcher(3), timeout=60)
+    result = run_mpi(3, script, launcher=launcher(3), timeout=90)
     assert result.returncode != 0
     # Where the launcher kills the others first, the parent tells; else they do.
     assert "rank 1 died first: killed" in result.stderr or "rank 1 died: its process" in result.stderr, result.text
@@ -75,7 +75,7 @@ def test_a_failed_rank_ends_a_launched_job(mode: str) -> None:
             raise ValueError("boom")
         time.sleep(100)
         """
-    result = run_mpi(2, script, [mode], launcher=launcher(2), timeout=60)
+    result = run_mpi(2, script, [mode], launcher=launcher(2), timeout=90)
     assert result.returncode != 0, result.text
     words = "rank 1 failed first: ValueError: boom" if mode == "raise" else "rank 1 ended before MPI had started"
     assert f"rank 0 stops: {words}" in result.stderr, result.text

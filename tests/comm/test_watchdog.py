@@ -65,7 +65,7 @@ FAILING = """
 
 
 def run_failing(mode: str, deadline: float = 60.0, script: str = FAILING) -> JobResult:
-    result = run_mpi(3, script, [mode], timeout=40, deadline=deadline)
+    result = run_mpi(3, script, [mode], timeout=90, deadline=deadline)
     assert result.returncode != 0, result.text
     return result
 
@@ -121,7 +121,7 @@ def test_a_hang_inside_a_group_names_the_rank_of_the_world() -> None:
             group.wait(group.iallreduce(torch.zeros(3)), "1REDUCE", None)
         time.sleep(1000)
         """
-    result = run_mpi(3, script, timeout=40, deadline=3)
+    result = run_mpi(3, script, timeout=90, deadline=3)
     assert result.returncode != 0
     assert_all_say(result, "rank 1 waited 3.* s in 1REDUCE from rank 2; the deadline is 3 s")
 
@@ -166,7 +166,7 @@ def test_a_failure_reaches_the_ranks_of_another_machine() -> None:
             raise ValueError("boom")
         transport.wait(transport.irecv(torch.zeros(3), 0, 0), "1RECV_F3", 0)
         """
-    result = run_mpi(2, script, timeout=40)
+    result = run_mpi(2, script, timeout=90)
     assert result.returncode != 0
     assert "pipert: rank 1 stops: rank 0 failed first: ValueError: boom" in result.stderr, result.text
 
