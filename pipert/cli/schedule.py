@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pipert.cli.schedule_auto import auto
 from pipert.cli.schedule_inputs import (
     Backward,
     Chunks,
@@ -52,6 +53,7 @@ app = typer.Typer(
 
 app.command()(diff)
 app.command()(compare)
+app.command()(auto)
 
 
 @app.command("list")
