@@ -1,4 +1,4 @@
-"""V-Half and V-Min: controllable memory (Qi et al. 2024, arXiv 2405.15362, "Pipeline Parallelism with Controllable…").
+"""V-Half and V-Min: pipeline parallelism with controllable memory (Qi et al. 2024, arXiv 2405.15362).
 
 Both repeat one *building block*, the times at which a micro-batch is at every rank on its way down, up, back down and
 back up the V, every six units of time: as long as F, I and W of a rank's two stages take. How long the block lasts at
