@@ -89,7 +89,8 @@ def _host(name: str, variables: Mapping[str, str]) -> Target:
 def _emulated(variables: Mapping[str, str]) -> Target:
     compiler = _compiler([variables.get("CXX", ""), "g++", "c++"], "emulated", "CXX")
     flags = tuple(flag for flag in COMMON if flag != "-O3")
-    return Target("emulated", compiler, ("-x", "c++", *flags, "-O1", "-DPORT_EMULATED"), compiler)
+    # -fno-gnu-unique: or all emulated libraries of a process would share one emulator.
+    return Target("emulated", compiler, ("-x", "c++", *flags, "-O1", "-fno-gnu-unique", "-DPORT_EMULATED"), compiler)
 
 
 def _nvidia(name: str, architectures: list[str], variables: Mapping[str, str]) -> Target:

@@ -184,19 +184,33 @@ PORT_UNSEEN inline void port_emulated_shuffle(int thread) {
   }
 }
 
+// How many threads wait where thread t does.
+PORT_UNSEEN inline int port_emulated_company(int t) {
+  const PortEmulator &e = port_emulator;
+  int company = 0;
+  for (int other = 0; other < e.count; ++other) {
+    const PortFiber &a = e.fibers[t], &b = e.fibers[other];
+    company += a.state == b.state && (a.state == PORT_DONE || (a.line == b.line && strcmp(a.file, b.file) == 0));
+  }
+  return company;
+}
+
+// Describe the loneliest waiting thread.
 PORT_UNSEEN inline int port_emulated_fault() {
   PortEmulator &e = port_emulator;
-  int counts[4] = {}, example[4] = {};
+  int counts[4] = {}, culprit = -1;
   for (int t = 0; t < e.count; ++t) {
-    example[e.fibers[t].state] = t;
     ++counts[e.fibers[t].state];
+    if (e.fibers[t].state == PORT_DONE) continue;
+    if (culprit < 0 || port_emulated_company(t) < port_emulated_company(culprit)) culprit = t;
   }
-  const bool shuffle = counts[PORT_AT_SHUFFLE] > 0;
-  const PortFiber &culprit = e.fibers[example[shuffle ? PORT_AT_SHUFFLE : PORT_AT_BARRIER]];
+  const PortFiber &fiber = e.fibers[culprit];
   snprintf(e.fault, sizeof(e.fault),
-           "%s:%d: %s: of %d threads of block %ld, %d wait in shuffles, %d at barriers, %d have finished", culprit.file,
-           culprit.line, shuffle ? "incomplete shuffle" : "divergent barrier", e.count, (long)e.block,
-           counts[PORT_AT_SHUFFLE], counts[PORT_AT_BARRIER], counts[PORT_DONE]);
+           "%s:%d: %s: %d of %d threads of block %ld are there; in all, %d wait in shuffles, %d at barriers, %d have "
+           "finished",
+           fiber.file, fiber.line, fiber.state == PORT_AT_SHUFFLE ? "incomplete shuffle" : "divergent barrier",
+           port_emulated_company(culprit), e.count, (long)e.block, counts[PORT_AT_SHUFFLE], counts[PORT_AT_BARRIER],
+           counts[PORT_DONE]);
   return PORT_FAULT;
 }
 

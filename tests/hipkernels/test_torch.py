@@ -1,0 +1,109 @@
+"""The operators are good citizens of torch: fake kernels, ``torch.compile``, meta tensors, its own checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import pipert.hipkernels as hk
+from pipert.hipkernels.errors import KernelInputError
+from pipert.hipkernels.runtime import Library, use
+from tests.hipkernels.check import assert_close, leaf, randn
+
+KEYS = torch.tensor([3, 5])
+ANGLES = torch.outer(torch.arange(3).float(), torch.tensor([1.0, 0.1]))
+
+
+def example() -> torch.Tensor:
+    return leaf(randn(2, 3, 8))
+
+
+def cases() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Every operation with a gradient, as a function of one tensor of shape (2, 3, 8)."""
+    weight, bias = randn(8), randn(8, seed=1)
+    targets = torch.tensor([[0, 1, 7], [-100, 3, 4]])
+    return {
+        "layer_norm": lambda x: hk.layer_norm(x, weight, bias),
+        "add_rms_norm": lambda x: sum(hk.add_rms_norm(x, x * 2, weight)),
+        "bias_gelu": lambda x: hk.bias_gelu(x, bias),
+        "swiglu": hk.swiglu,
+        "bias_dropout_add": lambda x: hk.bias_dropout_add(x, bias, x, p=0.5, keys=KEYS),
+        "rotary": lambda x: hk.rotary(x, ANGLES.cos(), ANGLES.sin()),
+        "masked_softmax": lambda x: hk.masked_softmax(x, causal=True),
+        "cross_entropy": lambda x: hk.cross_entropy(x, targets, smoothing=0.1),
+    }
+
+
+@pytest.fixture(params=cases())
+def operation(request: pytest.FixtureRequest) -> Callable[[torch.Tensor], torch.Tensor]:
+    return cases()[request.param]
+
+
+def test_kernels_equal_the_reference(
+    library: Library, operation: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = example()
+    y = operation(x)
+    y.sum().backward()
+    twin = leaf(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipert.hipkernels.runtime.DTYPES", {})  # no dtype is a kernel's: everything is the reference's
+        y_twin = operation(twin)
+        y_twin.sum().backward()
+    assert_close(y, y_twin, 8.0)
+    assert_close(x.grad, twin.grad, 8.0)
+
+
+def test_meta_tensors_have_the_shapes_of_results(operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    real = operation(example())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = operation(torch.empty(2, 3, 8))
+    assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+
+
+def test_gradients_flow_through_compiled_graphs(
+    host: Library, operation: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Traced by dynamo with forward and backward, without breaks; not lowered by inductor, which takes long."""
+    with use(host):
+        compiled = torch.compile(operation, backend="aot_eager", fullgraph=True)
+        x, twin = example(), example()
+        compiled(x).sum().backward()
+        operation(twin).sum().backward()
+        assert_close(x.grad, twin.grad)
+
+
+def test_torchs_own_checks_of_operators_pass(host: Library) -> None:
+    x, weight = example(), leaf(randn(8))
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    with use(host):
+        operators = torch.ops.pipert
+        for operator, arguments in (
+            (operators.norm_forward, (x, None, weight, None, 1e-5, True)),
+            (operators.gelu, (x, weight, True)),
+            (operators.swiglu, (x,)),
+            (operators.dropout, (x, weight, x.detach().clone(), KEYS, 0.5, 4)),
+            (operators.rotary, (x, ANGLES.cos(), ANGLES.sin(), False, 1)),
+            (operators.softmax, (x, None, 1.0, True)),
+            (operators.scale_cast_, (torch.empty(4), torch.ones(4), None, 2.0, torch.zeros(1))),
+            (operators.squared_norm, ([torch.ones(4), torch.ones(3)],)),
+        ):
+            torch.library.opcheck(operator, arguments, test_utils=checks)
+
+
+def test_tensors_that_a_kernel_cannot_take_never_reach_it(host: Library) -> None:
+    with pytest.raises(KernelInputError, match="contiguous"):
+        host.run("swiglu_forward", torch.empty(2, 4), torch.empty(8, 2).t(), 2, 4, 0)
+    with pytest.raises(KernelInputError, match="meta"):
+        host.run("swiglu_forward", torch.empty(2, 4), torch.empty(2, 8, device="meta"), 2, 4, 0)
+
+
+def test_inputs_are_bitwise_unchanged(library: Library, operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = example()
+    kept = x.detach().clone()
+    operation(x).sum().backward()
+    assert torch.equal(x, kept)
