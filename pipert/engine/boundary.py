@@ -1,7 +1,8 @@
 """What crosses the boundary between two stages: a value of any nesting, described by a `BoundarySpec`.
 
-Gradients flow back for exactly those tensors that are floating or complex and require one; both ends read that off the
-same specification. A tensor that the later stages never used has a gradient of zeros.
+Gradients flow back for those tensors that require one and that the later stages use; the others have no gradient, as in
+one process. Which require one both ends read off the same specification; which are used travels with the gradients the
+first time, see `pipert.engine.sizes`.
 """
 
 from __future__ import annotations
@@ -184,13 +185,9 @@ class Entry:
         """Called by autograd with the gradients of the tensors that have one."""
         self._found = gradients
 
-    def gradients(self, device: torch.device) -> list[torch.Tensor]:
-        """The gradients that flow back, one for each of ``spec.gradients``; zeros where autograd found none."""
-        specs = self._spec.gradients
-        found = self._found or [None] * len(specs)
-        return [
-            zeros(spec, device) if gradient is None else gradient for gradient, spec in zip(found, specs, strict=True)
-        ]
+    def gradients(self) -> list[torch.Tensor | None]:
+        """The gradients that flow back, one for each of ``spec.gradients``; None where autograd found none."""
+        return list(self._found or [None] * len(self._spec.gradients))
 
 
 class _Enter(torch.autograd.Function):

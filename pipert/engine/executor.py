@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from pipert.engine.gradients import GradientSum
 from pipert.engine.messages import Outgoing
 from pipert.engine.port import Message, Port
 from pipert.engine.sizes import StepSizes
-from pipert.engine.stage import Stage, StepData
+from pipert.engine.stage import Gradients, Stage, StepData
 from pipert.engine.tags import message_tags
 from pipert.engine.timings import Timings
 from pipert.errors import ConfigError
@@ -24,7 +24,7 @@ from pipert.scheduler.action import Action, Kind
 from pipert.scheduler.program import Program
 
 #: The whole backward of a stage, or its first half: takes a micro-batch and the gradients of its output.
-Backward = Callable[[int, Sequence[torch.Tensor]], list[torch.Tensor]]
+Backward = Callable[[int, Gradients], list[torch.Tensor | None]]
 
 
 class Step(NamedTuple):
@@ -211,7 +211,9 @@ class Executor:
         if result is not None:
             goal[microbatch] = result
 
-    def _backward(self, port: Port, microbatch: int, run: Backward, goal: dict[int, list[torch.Tensor]] | None) -> None:
+    def _backward(
+        self, port: Port, microbatch: int, run: Backward, goal: dict[int, list[torch.Tensor | None]] | None
+    ) -> None:
         result = run(microbatch, port.gradients.pop(microbatch, ()))
         if goal is not None:
             goal[microbatch] = result

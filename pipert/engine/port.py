@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import compress
 from typing import NamedTuple
 
 import torch
 
 from pipert.comm.transport import Transport
-from pipert.engine.boundary import BoundarySpec, Handover
+from pipert.engine.boundary import BoundarySpec, Handover, LeafSpec, zeros
 from pipert.engine.messages import (
     Incoming,
     Outgoing,
@@ -18,8 +19,11 @@ from pipert.engine.messages import (
     send_spec,
     send_tensors,
 )
-from pipert.engine.sizes import StepSizes
+from pipert.engine.sizes import StepSizes, Used
 from pipert.scheduler.action import Action
+
+#: One byte for each gradient that might flow back: whether it does.
+FLAG = LeafSpec((0,), "uint8", False, True)
 
 
 class Message(NamedTuple):
@@ -63,14 +67,14 @@ class Port:
         self.stage = stage
         self.sizes = StepSizes([])
         self.inputs: dict[int, Handover] = {}
-        self.gradients: dict[int, list[torch.Tensor]] = {}
+        self.gradients: dict[int, list[torch.Tensor | None]] = {}
         self.leaving: dict[int, Handover] = {}
-        self.leaving_gradients: dict[int, list[torch.Tensor]] = {}
+        self.leaving_gradients: dict[int, list[torch.Tensor | None]] = {}
         self._transport = transport
         self._device = device
         self._outgoing = outgoing
         self._arriving: dict[int, _Arrival] = {}
-        self._arriving_gradients: dict[int, _Arrival] = {}
+        self._arriving_gradients: dict[int, tuple[_Arrival, Used | None]] = {}
         self._arriving_sizes: dict[int, tuple[Message, Incoming]] = {}
 
     # ---- forward ---------------------------------------------------------------------------------------------------
@@ -109,22 +113,46 @@ class Port:
     # ---- backward --------------------------------------------------------------------------------------------------
 
     def send_backward(self, microbatch: int, message: Message) -> None:
-        """SEND_B."""
-        gradients = self.leaving_gradients.pop(microbatch)
+        """SEND_B; says first which gradients there are, where the other end does not know."""
+        gradients, outgoing = self.leaving_gradients.pop(microbatch), self._begin(message)
         specs = self.sizes.before(self.stage, microbatch).gradients
-        send_tensors(self._transport, gradients, specs, message.tag, self._begin(message))
+        used = self.sizes.used(self.stage, microbatch)
+        found = tuple(gradient is not None for gradient in gradients)
+        self.sizes.found(self.stage, microbatch, found)
+        if used is None:
+            if specs:
+                outgoing.send(self._transport, torch.tensor(found, dtype=torch.uint8), message.tag)
+            used = (True,) * len(specs)
+        specs = tuple(compress(specs, used))
+        filled = [
+            zeros(spec, self._device) if gradient is None else gradient
+            for gradient, spec in zip(compress(gradients, used), specs, strict=True)
+        ]
+        send_tensors(self._transport, filled, specs, message.tag, outgoing)
 
     def receive_backward(self, microbatch: int, message: Message) -> None:
         """RECV_B."""
         spec = self.sizes.before(self.stage + 1, microbatch)
-        incoming = receive_tensors(self._transport, spec.gradients, self._device, message.peer, message.tag)
-        self._arriving_gradients[microbatch] = _Arrival(message, incoming, spec)
+        used = self.sizes.used(self.stage + 1, microbatch)
+        specs = spec.gradients if used is None else tuple(compress(spec.gradients, used))
+        flags = [FLAG._replace(shape=(len(specs),))] if used is None and specs else []
+        told = receive_tensors(self._transport, tuple(flags), self._device, message.peer, message.tag)
+        incoming = receive_tensors(self._transport, specs, self._device, message.peer, message.tag)
+        both = Incoming(told.tensors + incoming.tensors, told.requests + incoming.requests)
+        self._arriving_gradients[microbatch] = _Arrival(message, both, spec), used
 
     def finish_backward(self, microbatch: int) -> None:
         """Wait for what RECV_B asked for."""
-        arrival = self._arriving_gradients.pop(microbatch)
+        arrival, used = self._arriving_gradients.pop(microbatch)
         self._wait(arrival)
-        self.gradients[microbatch] = arrival.incoming.tensors
+        tensors = arrival.incoming.tensors
+        if used is None:
+            flags, tensors = (tensors[0].tolist(), tensors[1:]) if tensors else ([], [])
+            used = tuple(map(bool, flags))
+            self.sizes.found(self.stage + 1, microbatch, used)
+            tensors = list(compress(tensors, used))
+        there = iter(tensors)
+        self.gradients[microbatch] = [next(there) if flag else None for flag in used]
 
     def _begin(self, message: Message) -> Outgoing:
         outgoing = Outgoing(message.action, message.peer)

@@ -213,7 +213,7 @@ class Session:
     # ---- the step --------------------------------------------------------------------------------------------------
 
     def _run(self, executor: Executor, data: StepData, agreement: Agreement, call: Call) -> StepResult:
-        sizes = self._sizes.step(agreement.keys)
+        sizes = self._sizes.step(agreement.keys, agreement.weights)
         timings = executor.run(data, sizes)
         self.timings = timings if call.training else self.timings
         self._sizes.learn(agreement.keys, sizes)

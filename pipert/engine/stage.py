@@ -19,6 +19,8 @@ from pipert.graph.stage import StageModule
 from pipert.randomness import Draw
 
 Recompute = Literal["none", "block", "full"]
+#: Of the tensors that cross a boundary and require one; None where the later stages do not use the tensor.
+Gradients = Sequence[torch.Tensor | None]
 
 
 @dataclass
@@ -125,7 +127,7 @@ class Stage:
             else:
                 result, roots = None, self._finish(microbatch, output)
         if self._recording:
-            seeds = [torch.ones_like(root) for root in roots] if result is None else []
+            seeds: list[torch.Tensor | None] = [torch.ones_like(root) for root in roots] if result is None else []
             edges = [get_gradient_edge(root) for root in roots]
             self.live[microbatch] = _Live(entry, edges, seeds, self._runner.deferred)
         return result
@@ -165,23 +167,24 @@ class Stage:
         tensors = [tensor.clone() if _memory(tensor) in self._memories else tensor for tensor in handover.tensors]
         return Handover(handover.spec, tensors)
 
-    def backward(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def backward(self, microbatch: int, gradients: Gradients) -> list[torch.Tensor | None]:
         """Run a micro-batch backward; its activations are free afterwards.
 
         Parameters' gradients are added to, in the order of the calls. A micro-batch of weight 0 adds nothing.
 
         Args:
             microbatch: which.
-            gradients: those of the stage's output; empty on the last stage.
+            gradients: those of the stage's output, None where the later stages do not use a tensor; empty on the last
+                stage.
 
         Returns:
-            those of its input, one for each tensor with gradient.
+            those of its input, one for each tensor with gradient, None where the stage does not use it.
         """
         live = self.live.pop(microbatch)
         self._run_backward(live, microbatch, gradients)
         return self._input_gradients(live)
 
-    def backward_input(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def backward_input(self, microbatch: int, gradients: Gradients) -> list[torch.Tensor | None]:
         """The first half of a backward; the micro-batch keeps afterwards only what its weight gradients need.
 
         Where no gradient flows back there is nothing to do before the second half.
@@ -209,18 +212,21 @@ class Stage:
         with _outside_autocast(self.device.type):
             live.deferred.accumulate()
 
-    def _run_backward(self, live: _Live, microbatch: int, gradients: Sequence[torch.Tensor]) -> None:
-        """Run the graph and let go of it."""
-        edges, live.edges = live.edges, []
-        seeds, live.seeds = list(gradients) or live.seeds, []
+    def _run_backward(self, live: _Live, microbatch: int, gradients: Gradients) -> None:
+        """Run the graph from all that is used later, and let go of it."""
+        pairs = zip(live.edges, list(gradients) or live.seeds, strict=True)
+        used = [(edge, seed) for edge, seed in pairs if seed is not None]
+        live.edges, live.seeds = [], []
+        edges, seeds = [edge for edge, _ in used], [seed for _, seed in used]
         if edges and self._step.weights[microbatch]:
             with _outside_autocast(self.device.type):
                 run = torch.autograd.backward if live.deferred is None else live.deferred.first_half
                 run(edges, seeds)
 
-    def _input_gradients(self, live: _Live) -> list[torch.Tensor]:
+    def _input_gradients(self, live: _Live) -> list[torch.Tensor | None]:
         entry, live.entry = live.entry, None
-        return [_unshared(gradient) for gradient in entry.gradients(self.device)] if entry else []
+        found = entry.gradients() if entry else []
+        return [gradient if gradient is None else _unshared(gradient) for gradient in found]
 
 
 def warm_up(recompute: Recompute) -> None:
@@ -249,7 +255,7 @@ class _Live:
 
     entry: Entry | None
     edges: list[GradientEdge]
-    seeds: list[torch.Tensor]
+    seeds: list[torch.Tensor | None]
     deferred: Deferred | None
 
 
