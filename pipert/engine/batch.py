@@ -33,15 +33,17 @@ def split(batch: object, side: int, parts: int) -> list[Any]:
 
     Args:
         batch: a pair ``(inputs, targets)``, split into at most ``parts`` parts as `torch.tensor_split` does (8
-            samples in 3 parts: 3, 3, 2); or a list of such pairs, which are the micro-batches already.
+            samples in 3 parts: 3, 3, 2); or a list of such pairs, which are the micro-batches already. A list
+            ``[inputs, targets]``, as torch's DataLoader makes, is a pair, but the pairs in a list are tuples.
         side: `INPUTS` or `TARGETS`.
         parts: how many micro-batches to make.
 
     Raises:
-        BatchError: the batch is neither, or cannot be split.
+        BatchError: the batch is neither, or may be either, or cannot be split.
     """
     if isinstance(batch, list) and batch and all(_is_pair(item) for item in batch):
         return [item[side] for item in batch]
+    _check_meaning(batch)
     if not _is_pair(batch) and not (isinstance(batch, list) and len(batch) == 2):
         raise BatchError(
             f"a batch must be a pair (inputs, targets) or a list of such pairs, one for each micro-batch, not "
@@ -52,6 +54,16 @@ def split(batch: object, side: int, parts: int) -> list[Any]:
         return []  # one for each micro-batch; only the inputs tell how many
     _check_rows(batch)
     return split_value(value, parts, _SIDES[side])
+
+
+def _check_meaning(batch: object) -> None:
+    """Refuse ``[[a, b], [c, d]]``: one pair of inputs and targets with two parts each, or two micro-batches."""
+    twos = [isinstance(item, list | tuple) and len(item) == 2 for item in batch] if isinstance(batch, list) else []
+    if twos == [True, True]:
+        raise BatchError(
+            "a list of two lists of two may be one pair (inputs, targets) or two micro-batches; pass a tuple "
+            "(inputs, targets), or a list of tuples [(inputs, targets), (inputs, targets)]"
+        )
 
 
 def _check_rows(batch: Any) -> None:

@@ -50,6 +50,16 @@ def test_nested_inputs_are_split_together_and_what_has_no_samples_goes_into_ever
     assert samples(first) == 2
 
 
+@pytest.mark.parametrize("second", [list, tuple])
+def test_two_lists_of_two_that_may_be_a_pair_or_two_microbatches_are_refused(second: type) -> None:
+    x, y = torch.ones(4), torch.zeros(4)
+    with pytest.raises(BatchError, match=r"one pair \(inputs, targets\) or two micro-batches; pass a tuple"):
+        split([[x, y], second([x, y])], INPUTS, 2)
+    assert len(split([(x, y), (x, y), (x, y)], INPUTS, 2)) == 3
+    assert len(split(([x, y], [x, y]), INPUTS, 2)) == 2
+    assert len(split([[x, y], x], INPUTS, 2)) == 2
+
+
 def test_a_list_that_a_loader_makes_of_a_pair_is_a_pair_and_a_list_of_pairs_is_microbatches() -> None:
     x, y = vectors(4)
     assert len(split([x, y], INPUTS, 2)) == 2
