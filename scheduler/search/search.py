@@ -10,7 +10,7 @@ from pipert.scheduler.costs import Costs
 from pipert.scheduler.errors import LayoutError
 from pipert.scheduler.instance import Instance, Limits
 from pipert.scheduler.lower import lower
-from pipert.scheduler.placement import Placement
+from pipert.scheduler.placement import Placement, positive
 from pipert.scheduler.row import ActionRow, Codes
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.search.dispatch import dispatch, rules
@@ -71,8 +71,8 @@ def search(
         placement: the rank of every stage, in place of `chunks`.
         limits: the most (stage, micro-batch) pairs whose activations a rank may keep, from F to the end of W: one
             number, or one for each rank; None for no limit.
-        semantics: the message rules of a transport. The schedule is then chosen, among the best, by what its program
-            takes there.
+        semantics: the message rules of a transport. The schedule is then chosen, among the best and the known ones, by
+            what its program takes there.
         effort: how many actions to visit in all.
         seed: of the random choices.
 
@@ -86,17 +86,21 @@ def search(
         raise LayoutError(f"the placement is on {placement.num_ranks} ranks, not ranks = {ranks}; give one for them")
     instance = Instance.of(costs, placement, microbatches, limits)
     bound = bound_of(instance)
-    best = _search(instance, costs, bound, effort, seed)
-    options = [_answer(instance, costs, candidate, bound, semantics) for candidate in best]
+    best = [candidate.rows for candidate in _search(instance, costs, bound, positive("effort", effort), seed)]
+    if semantics is None:
+        return _answer(instance, costs, best[0], bound)
+    options = [_answer(instance, costs, rows, bound, semantics) for rows in (*best, *known(instance))]
     return min(options, key=lambda found: found.makespan)
 
 
-def _answer(instance: Instance, costs: Costs, candidate: Candidate, bound: float, semantics: Semantics | None) -> Found:
-    """The candidate as it is given out: verified, and for a transport lowered."""
-    schedule = _schedule(instance, candidate.rows)
+def _answer(
+    instance: Instance, costs: Costs, rows: list[Codes], bound: float, semantics: Semantics | None = None
+) -> Found:
+    """The rows as they are given out: verified, and for a transport lowered."""
+    schedule = _schedule(instance, rows)
     verify(schedule, limits=instance.limits.tolist()).require()
     if semantics is None:
-        return Found(schedule, candidate.makespan, bound)
+        return Found(schedule, simulate(schedule, costs).makespan, bound)
     program = lower(schedule, semantics)
     return Found(schedule, simulate(program, costs).makespan, bound, program)  # simulating a program verifies it
 
@@ -105,9 +109,11 @@ def _search(instance: Instance, costs: Costs, bound: float, effort: int, seed: i
     """The best candidates, best first."""
     enough = bound * (1 + ROUNDING)
     pool = [Candidate(_timeline(instance, costs, rows).makespan, rows) for rows in known(instance)]
+    starts = _starts(instance, costs, effort, seed)
     spent = 0
-    for rows in _starts(instance, costs, effort, seed):
-        if any(candidate.makespan <= enough for candidate in pool) or (pool and spent > effort // 2):
+    while not any(candidate.makespan <= enough for candidate in pool) and not (pool and spent > effort // 2):
+        rows = next(starts, None)
+        if rows is None:
             break
         pool.append(Candidate(_timeline(instance, costs, rows).makespan, rows))
         spent += DISPATCH * instance.num_actions
@@ -116,10 +122,9 @@ def _search(instance: Instance, costs: Costs, bound: float, effort: int, seed: i
         return pool
     many = max(1, min(len(pool), (effort - spent) // (100 * instance.num_actions)))
     for number, candidate in enumerate(pool[:many]):
-        rows, span = improve(
-            instance, candidate.rows, seed=seed + number, effort=(effort - spent) // many, bound=enough
-        )
-        pool.append(Candidate(span, rows))
+        share = (effort - spent) // many
+        better, span = improve(instance, candidate.rows, seed=seed + number, effort=share, bound=enough)
+        pool.append(Candidate(span, better))
         if span <= enough:
             break
     return _distinct(pool)
