@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,10 @@ _LAUNCHERS = ("hydra_pmi_proxy", "mpiexec.gforker", "prterun", "prted", "orted",
 _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 #: This rank's number in the world, before MPI has started.
 _RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+#: What the system calls the thread that watches the start: the other ranks see by it who has come so far.
+_GUARD = "pipert-start"
+#: Linux's prctl(2): name the calling thread.
+_PR_SET_NAME = 15
 
 
 def start_mpi() -> Any:
@@ -90,6 +95,11 @@ def promised_size(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | 
     return None
 
 
+def promised_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """This process's rank as the launcher says, before MPI has started; None when there is no launcher."""
+    return next((int(environ[name]) for name in _RANKS if environ.get(name, "").isdigit()), None)
+
+
 def check_size(size: int, library: str, environ: Mapping[str, str] = os.environ) -> None:
     """Compare the world's size with what the launcher promised.
 
@@ -114,7 +124,7 @@ class StartGuard:
         """Times in seconds; ``patience`` is how long a rank must be missing."""
         self._deadline, self._patience, self._period = deadline, patience, period
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pipert-start", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=_GUARD, daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
@@ -125,6 +135,7 @@ class StartGuard:
         self._over.set()
 
     def _run(self) -> None:
+        _name_this_thread(_GUARD)
         expected = _local_size() if (parent := _launcher()) else 0
         began = time.monotonic()
         complete, missing = began, ""
@@ -138,11 +149,14 @@ class StartGuard:
             if now - complete > self._patience:
                 self._end(f"{missing} ended before MPI had started; its own output tells why")
             if now - began > self._deadline:
-                self._end(f"MPI did not start in {self._deadline:g} s, the deadline: a rank has not come so far")
+                self._end(
+                    f"MPI did not start in {self._deadline:g} s, the deadline: {_late(there)}; more time is given by "
+                    "deadline= or PIPERT_DEADLINE (seconds)"
+                )
 
     def _end(self, why: str) -> None:
-        rank = next((os.environ[name] for name in _RANKS if name in os.environ), "?")
-        os.write(2, f"pipert: rank {rank} stops: {why}\n".encode())
+        rank = promised_rank()
+        os.write(2, f"pipert: rank {'?' if rank is None else rank} stops: {why}\n".encode())
         os._exit(1)
 
 
@@ -180,17 +194,55 @@ def _stat(pid: int) -> tuple[str, int]:
 
 def _missing(there: list[int], expected: int) -> str:
     """``rank 2``, or how many ranks, from the environments of those that are there."""
-    ranks: set[str] = set()
-    for pid in there:
-        try:
-            pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-        ranks.update(environ[name] for name in _RANKS[:2] if name in environ)
+    ranks = {_rank_of(pid) for pid in there}
     promised = promised_size()
     one_machine = promised is not None and promised[1] == expected
-    gone = [str(rank) for rank in range(expected) if str(rank) not in ranks] if one_machine else []
+    gone = [str(rank) for rank in range(expected) if rank not in ranks] if one_machine else []
     if len(gone) == 1:
         return f"rank {gone[0]}"
     return f"ranks {', '.join(gone)}" if gone else f"{expected - len(there)} of this machine's {expected} ranks"
+
+
+def _late(there: list[int]) -> str:
+    """Which of the processes that the launcher started here have not begun to start MPI, as far as can be seen."""
+    promised, waiting = promised_size(), _guarded()
+    late = {pid: _rank_of(pid) for pid in there if pid not in waiting and _stat(pid)[1]}
+    if not waiting or not there:
+        return "a rank has not come so far"
+    if late:
+        names = [f"{'a rank' if rank is None else f'rank {rank}'} (process {pid})" for pid, rank in late.items()]
+        verb = "run but have" if len(names) > 1 else "runs but has"
+        return f"{', '.join(names)} {verb} not come so far; py-spy dump --pid {next(iter(late))} shows where it is"
+    if promised is not None and promised[1] > len(there):
+        return f"all {len(there)} ranks of this machine wait for the {promised[1] - len(there)} of other machines"
+    return f"all {len(there)} ranks are there, but MPI itself does not come up; pipert doctor tries it alone"
+
+
+def _guarded() -> set[int]:
+    """The processes in which a `StartGuard` watches, and their ancestors, which may be wrappers around them."""
+    found: set[int] = set()
+    for task in Path("/proc").glob("[0-9]*/task/*/comm"):
+        try:
+            guarded = task.read_text().strip() == _GUARD
+        except OSError:
+            continue
+        pid = int(task.parts[2]) if guarded else 0
+        while pid > 1 and pid not in found:
+            found.add(pid)
+            pid = _stat(pid)[1]
+    return found
+
+
+def _rank_of(pid: int) -> int | None:
+    """The rank that the launcher gave a process."""
+    try:
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    return promised_rank(dict(pair.split("=", 1) for pair in pairs if "=" in pair))
+
+
+def _name_this_thread(name: str) -> None:
+    """Show the name in /proc, as Python before 3.14 does not."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)

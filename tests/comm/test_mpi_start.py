@@ -6,7 +6,7 @@ import pytest
 
 from pipert.comm.errors import OptionError, TransportError
 from pipert.comm.mpi_job import seconds_from_environment
-from pipert.comm.mpi_start import check_size, promised_size
+from pipert.comm.mpi_start import check_size, promised_rank, promised_size
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,20 @@ from pipert.comm.mpi_start import check_size, promised_size
 )
 def test_the_promise_is_the_innermost_launchers(environ: dict[str, str], promise: tuple[str, int] | None) -> None:
     assert promised_size(environ) == promise
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        ({}, None),
+        ({"PMI_RANK": "3"}, 3),
+        ({"OMPI_COMM_WORLD_RANK": "0", "SLURM_PROCID": "2"}, 0),
+        ({"SLURM_PROCID": "2"}, 2),
+        ({"PMI_RANK": "none"}, None),
+    ],
+)
+def test_a_rank_is_what_the_innermost_launcher_says(environ: dict[str, str], rank: int | None) -> None:
+    assert promised_rank(environ) == rank
 
 
 def test_a_world_of_another_size_than_promised_is_refused_with_the_remedy() -> None:
