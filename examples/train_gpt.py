@@ -14,16 +14,17 @@ import sys
 import pipert
 from pipert.config import load_config
 from pipert.errors import ConfigError
+from pipert.launch import end_before_mpi
 from pipert.trainer import train
 
 
 def main() -> None:
     if len(sys.argv) < 2:
-        sys.exit(__doc__)
+        end_before_mpi(str(__doc__))
     try:
         config = load_config(sys.argv[1], sys.argv[2:])
     except ConfigError as error:
-        sys.exit(f"ConfigError: {error}")
+        end_before_mpi(f"ConfigError: {error}")
     layout = config.parallel
     mesh = pipert.Mesh.from_mpi(pp=layout.pp, dp=layout.dp, tp=layout.tp, deadline=config.run.deadline)
     train(config, mesh)

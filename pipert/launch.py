@@ -20,14 +20,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from pipert.comm.board import Board, State, mpi_segments
 from pipert.comm.errors import TransportError
+from pipert.comm.mpi_start import promised_rank
 from pipert.comm.reports import post_mortem
 from pipert.errors import PipertError
 
 #: Seconds that an interrupted job has to end before it is killed.
 _GRACE = 5.0
+
+
+#: Seconds that the other ranks give the first one to say why a script ends: some launchers end all ranks with the first.
+_HEARD = 1.0
 
 
 class LaunchError(PipertError, RuntimeError):
@@ -321,3 +327,17 @@ def _last_words(folder: Path, dead: Sequence[int]) -> Iterator[str]:
 def _to_stderr(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
+
+
+def end_before_mpi(message: str) -> NoReturn:
+    """End a script, with exit code 1, that cannot start as asked: what every rank finds out, rank 0 alone says.
+
+    MPI is not started for it: which rank this is, the launcher's environment variables say.
+
+    Raises:
+        SystemExit: always.
+    """
+    if promised_rank() in (None, 0):
+        sys.exit(message)
+    time.sleep(_HEARD)
+    sys.exit(1)

@@ -13,7 +13,15 @@ import pytest
 
 from pipert import doctor as doctoring
 from pipert.doctor import Finding, doctor
-from pipert.launch import Launcher, LaunchError, find_launcher, launch, session_processes, threads_per_rank
+from pipert.launch import (
+    Launcher,
+    LaunchError,
+    end_before_mpi,
+    find_launcher,
+    launch,
+    session_processes,
+    threads_per_rank,
+)
 from tests.mpi_harness import ROOT, run_mpi
 
 #: Runs `launch` in a process of its own, as the command does.
@@ -187,6 +195,20 @@ def test_each_kind_of_launcher_gets_its_own_options(tmp_path: Path, monkeypatch:
 def test_the_cores_are_shared_out_and_nobody_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     assert [threads_per_rank(ranks) for ranks in (1, 2, 3, 8, 100)] == [8, 4, 2, 1, 1]
+
+
+@pytest.mark.parametrize(("rank", "said"), [(None, "ConfigError: x"), ("0", "ConfigError: x"), ("1", 1), ("12", 1)])
+def test_what_every_rank_finds_out_before_mpi_starts_is_said_by_the_first(
+    rank: str | None, said: str | int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    if rank is not None:
+        monkeypatch.setenv("PMI_RANK", rank)
+    monkeypatch.setattr("pipert.launch._HEARD", 0.0)
+    with pytest.raises(SystemExit) as ended:  # a text is printed, and the exit code is 1
+        end_before_mpi("ConfigError: x")
+    assert ended.value.code == said
 
 
 def test_launching_imports_neither_torch_nor_mpi() -> None:
