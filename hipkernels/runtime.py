@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 MODES = ("auto", "reference", "required")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: Elements from which on work is shared out among CPU threads; torch's own limit.
+LEAST_SHARED = 1 << 15
 _REASONS = {
     1: "a dtype that this kernel does not take",
     2: "an impossible size",
@@ -71,18 +73,25 @@ class Library:
         #: Columns of the longest rows whose columns can be summed; 0: no limit.
         self.widest = int(self._functions.pipert_widest())
 
-    def run(self, name: str, *arguments: torch.Tensor | Address | float | None) -> None:
+    def run(self, name: str, *arguments: torch.Tensor | Address | float | None, work: int = 0) -> None:
         """Call ``pipert_<name>`` with these arguments and the stream of their device.
+
+        Args:
+            name: of the function.
+            arguments: its arguments but for the stream.
+            work: elements it has to do with, if more than any argument has.
 
         Raises:
             KernelInputError: a tensor is on another device than the others, or not contiguous.
             KernelLaunchError: the launcher returned a code.
         """
-        device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        device = tensors[0].device
         converted = [self._convert(name, argument, device) for argument in arguments]
         function = getattr(self._functions, f"pipert_{name}")
         if self.device == "cpu":
-            code = function(*converted, self._ffi.cast("void *", torch.get_num_threads()))
+            worth = max(work, *(tensor.numel() for tensor in tensors)) >= LEAST_SHARED
+            code = function(*converted, self._ffi.cast("void *", torch.get_num_threads() if worth else 1))
         else:
             with torch.cuda.device(device):
                 stream = torch.cuda.current_stream(device).cuda_stream

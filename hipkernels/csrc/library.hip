@@ -2,7 +2,7 @@
 #include "port.h"
 
 int pipert_abi(void) { return PIPERT_KERNELS_ABI; }
-int64_t pipert_widest(void) { return PORT_ONE_THREAD ? 0 : 1024 * PORT_VALUES; }
+int64_t pipert_widest(void) { return PORT_ONE_THREAD ? 0 : PORT_OWNERS * PORT_VALUES; }
 
 #if defined(PORT_EMULATED)
 int pipert_emulate(int wave, int threads, int order, int64_t seed) {

@@ -40,7 +40,7 @@ PORT_KERNEL(norm_forward, T *y, T *h, float *means, float *rstds, const T *x, co
 }
 
 template <class T, int V>
-PORT_KERNEL(norm_backward, T *dx, float *workspace, const T *dy, const T *dh, const T *h, const float *weight,
+PORT_OWNER_KERNEL(norm_backward, T *dx, float *workspace, const T *dy, const T *dh, const T *h, const float *weight,
             const float *means, const float *rstds, int64_t rows, int64_t columns, int64_t each, int centred) {
   float *parts = workspace + PORT_BLOCK * 2 * columns;
   Owned<V> dweight(parts, columns), dbias(parts + columns, columns);

@@ -8,6 +8,7 @@
 // What a kernel may use (and nothing else of any vendor's):
 //
 //   PORT_KERNEL(name, arguments...)   declares a kernel; templates are allowed
+//   PORT_OWNER_KERNEL(name, ...)      one whose threads own columns (see Owned in values.h)
 //   PORT_BLOCK                        this block's number, int64_t
 //   PORT_THREAD, PORT_THREADS         this thread's number in its block, and how many there are
 //   PORT_WAVE                         lanes a wave
@@ -20,6 +21,10 @@
 
 #include <stddef.h>
 #include <stdint.h>
+
+// The most threads of a block that owns columns, and the columns that each may hold in registers.
+#define PORT_OWNERS 512
+#define PORT_VALUES 16
 
 #if defined(__HIPCC__) || defined(__HIP__) || defined(__CUDACC__)
 #define PORT_GPU 1
@@ -44,9 +49,6 @@ enum {
   PORT_FAILED = 100,    // plus the code of the device's runtime
 };
 
-// The numbers of a row that one thread may hold in registers.
-#define PORT_VALUES 16
-
 PORT_BOTH int64_t port_smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 PORT_BOTH int64_t port_larger(int64_t a, int64_t b) { return a > b ? a : b; }
 PORT_BOTH int64_t port_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -70,14 +72,14 @@ static inline int port_threads(int64_t items) {
   return port_block_size(threads);
 }
 
-// Threads of a block whose threads own `columns` between them, PORT_VALUES each; 0: not even 1024 suffice.
+// Threads of a block whose threads own `columns` between them, PORT_VALUES each; 0: not even PORT_OWNERS suffice.
 static inline int port_owners(int64_t columns) {
 #if PORT_ONE_THREAD
   (void)columns;
   return 1;
 #else
   int threads = port_threads(columns / 8);
-  while ((int64_t)threads * PORT_VALUES < columns && threads < 1024) threads *= 2;
+  while ((int64_t)threads * PORT_VALUES < columns && threads < PORT_OWNERS) threads *= 2;
   return (int64_t)threads * PORT_VALUES < columns ? 0 : threads;
 #endif
 }

@@ -10,6 +10,7 @@
 #define PORT_DEVICE static inline __attribute__((always_inline))
 #define PORT_METHOD inline __attribute__((always_inline))
 #define PORT_KERNEL(name, ...) static void name([[maybe_unused]] const int64_t port_block, __VA_ARGS__)
+#define PORT_OWNER_KERNEL PORT_KERNEL
 #define PORT_BLOCK port_block
 #define PORT_THREAD ((int64_t)0)
 #define PORT_THREADS ((int64_t)1)

@@ -18,6 +18,7 @@
 #define PORT_DEVICE static inline
 #define PORT_METHOD inline
 #define PORT_KERNEL(name, ...) static void name(__VA_ARGS__)
+#define PORT_OWNER_KERNEL PORT_KERNEL
 #define PORT_BLOCK ((int64_t)port_emulator.block)
 #define PORT_THREAD ((int64_t)port_emulated_thread())
 #define PORT_THREADS ((int64_t)port_emulator.count)

@@ -22,6 +22,8 @@ typedef hipStream_t port_stream_t;
 #define PORT_DEVICE static __device__ __forceinline__
 #define PORT_METHOD __device__ __forceinline__
 #define PORT_KERNEL(name, ...) static __global__ void __launch_bounds__(1024) name(__VA_ARGS__)
+// Kernels whose threads own columns hold them in registers: with 1024 threads there would be too few for odd widths.
+#define PORT_OWNER_KERNEL(name, ...) static __global__ void __launch_bounds__(PORT_OWNERS) name(__VA_ARGS__)
 #define PORT_BLOCK ((int64_t)blockIdx.x)
 #define PORT_THREAD ((int64_t)threadIdx.x)
 #define PORT_THREADS ((int64_t)blockDim.x)

@@ -53,11 +53,6 @@ def cross_entropy(
     columns = _check(logits, targets, vocabulary)
     if not 0.0 <= smoothing <= 1.0:
         raise KernelInputError(f"cross_entropy: smoothing={smoothing} is not between 0 and 1")
-    if targets.device.type == "cpu" and not torch.compiler.is_compiling() and targets.numel():
-        counted = targets[targets != ignore_index]
-        if counted.numel() and (counted.min() < 0 or counted.max() >= columns):
-            wrong = counted[(counted < 0) | (counted >= columns)][0]
-            raise KernelInputError(f"cross_entropy: target {wrong} is neither in [0, {columns}) nor {ignore_index}")
     flat = logits.reshape(-1, logits.shape[-1])
     losses = losses_op(flat, targets.reshape(-1), columns, ignore_index, smoothing, overwrite)[0]
     return losses.reshape(targets.shape)  # type: ignore[no-any-return]
@@ -155,6 +150,12 @@ def _check(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int | None) 
     return vocabulary or columns
 
 
+def _check_targets(targets: torch.Tensor, columns: int, ignore_index: int) -> None:
+    wrong = targets[((targets < 0) | (targets >= columns)) & (targets != ignore_index)]
+    if wrong.numel():
+        raise KernelInputError(f"cross_entropy: target {wrong[0]} is neither in [0, {columns}) nor {ignore_index}")
+
+
 def _statistics(logits: torch.Tensor, targets: torch.Tensor, columns: int, first: int) -> torch.Tensor:
     library = library_for(logits)
     if library is None:
@@ -199,6 +200,8 @@ def _gradient_new(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
 def _losses(
     logits: torch.Tensor, targets: torch.Tensor, columns: int, ignore_index: int, smoothing: float, overwrite: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if targets.device.type == "cpu":
+        _check_targets(targets, columns, ignore_index)
     statistics = _statistics(logits, targets, columns, 0)
     maximum, sums = statistics[0].clone(), statistics[1:]
     options = {"ignore_index": ignore_index, "smoothing": smoothing}

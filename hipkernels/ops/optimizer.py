@@ -182,7 +182,15 @@ def _squared_norm_of(library: Library, result: torch.Tensor, tensors: list[torch
     ]
     table = torch.tensor(rows, dtype=torch.int64).to(result.device)
     workspace = result.new_empty(len(rows))
-    library.run("squared_norm", result, workspace, table, len(rows), DTYPES[tensors[0].dtype])
+    library.run(
+        "squared_norm",
+        result,
+        workspace,
+        table,
+        len(rows),
+        DTYPES[tensors[0].dtype],
+        work=sum(map(torch.numel, tensors)),
+    )
 
 
 def _scale_cast(

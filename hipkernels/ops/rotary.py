@@ -62,7 +62,7 @@ def _rotary(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, inverse
     steps = [1 if axis == dim + missing else 0 for axis in range(3)]
     tables = floats(cosines), floats(sines)
     numbers = (*sizes, *strides[0], *strides[1], *steps, cosines.shape[1], x.shape[-1])
-    library.run("rotary", Address(y), Address(x), *tables, *numbers, inverse, DTYPES[x.dtype])
+    library.run("rotary", Address(y), Address(x), *tables, *numbers, inverse, DTYPES[x.dtype], work=x.numel())
     return y
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 
 import pytest
 import torch
 
 import pipert.hipkernels as hk
+from pipert.hipkernels import ops
 from pipert.hipkernels.errors import KernelInputError
 from pipert.hipkernels.runtime import Library, use
 from tests.hipkernels.check import assert_close, leaf, randn
@@ -81,6 +84,8 @@ def test_torchs_own_checks_of_operators_pass(host: Library) -> None:
     x, weight = example(), leaf(randn(8))
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     with use(host):
+        for module in pkgutil.iter_modules(ops.__path__):
+            importlib.import_module(f"{ops.__name__}.{module.name}")
         operators = torch.ops.pipert
         for operator, arguments in (
             (operators.norm_forward, (x, None, weight, None, 1e-5, True)),
