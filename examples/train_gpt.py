@@ -4,7 +4,8 @@
     pipert launch -n 2 examples/train_gpt.py examples/configs/tiny.toml parallel.dp=1 run.steps=50
 
 The configuration says how many ranks there must be: pp × dp × tp. Settings after the file win over those in it. The
-summary at the end says where the metrics (JSON lines) and the pictures of the pipeline are.
+summary at the end says where the metrics (JSON lines) and the pictures of the pipeline are. Those of an earlier run in
+the same folder are kept there in earlier-1, earlier-2, ...
 """
 
 from __future__ import annotations

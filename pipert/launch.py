@@ -32,7 +32,7 @@ from pipert.errors import PipertError
 _GRACE = 5.0
 
 
-#: Seconds that the other ranks give the first one to say why a script ends: some launchers end all ranks with the first.
+#: Seconds that the other ranks give the first one to say why it ends: some launchers end all ranks with the first.
 _HEARD = 1.0
 
 

@@ -112,7 +112,8 @@ class RunConfig(Section):
         eval_samples: held-out sequences an evaluation, at most.
         timeline_every: steps between measurements of the bubble.
         deadline: seconds that a rank waits for another before the job ends with a report.
-        output: folder for metrics, pictures and the final summary.
+        output: folder for metrics and pictures. Those of an earlier run are not written over, but moved into
+            ``earlier-1`` there, then ``earlier-2``.
     """
 
     steps: AtLeastOne

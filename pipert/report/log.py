@@ -8,12 +8,15 @@ from typing import Self
 
 from rich.console import Console
 
+from pipert.report.earlier import keep_earlier
 from pipert.report.metrics import MetricsWriter, Value
 from pipert.report.progress import Progress
 
 
 class RunLog:
     """Metrics and progress of a run; on other ranks than the first every method does nothing.
+
+    What an earlier run left in the folder is moved aside first, and the progress says where to.
 
     Args:
         lead: whether this is the rank that writes.
@@ -27,8 +30,11 @@ class RunLog:
         self.path = path
         self._stack = ExitStack()
         if lead:
+            kept = keep_earlier(path.parent)
             self._metrics = self._stack.enter_context(MetricsWriter(path))
             self._progress = self._stack.enter_context(Progress(console, steps))
+            if kept is not None:
+                self._progress.note(f"results of an earlier run are kept in {kept}")
 
     def __enter__(self) -> Self:
         return self
