@@ -23,7 +23,7 @@ from pipert.scheduler.simulate import simulate
 from pipert.scheduler.timeline import Timeline
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
-CONFIG = GPTConfig(layers=8, hidden=256, heads=4, sequence=128, vocabulary=2048, tied=False)
+CONFIG = GPTConfig(layers=8, hidden=320, heads=5, sequence=128, vocabulary=2048, tied=False)
 MICROBATCHES, SAMPLES = 8, 16
 
 
