@@ -191,44 +191,6 @@ def test_a_buffer_that_changes_before_it_is_received_is_received_as_it_was(trans
     assert_same(mine, run_plain(model, F.mse_loss, [[parts(batch, 3)]]), 0)
 
 
-class Shift(nn.Module):
-    """Its parameter's gradient is its input's gradient, in the same memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.ones(12))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.shift.view(2, 6)
-
-
-@pytest.mark.parametrize(("schedule", "chunks", "pp"), [("1f1b", 1, 2), ("interleaved", 2, 1)])
-def test_a_gradient_in_the_memory_of_a_parameters_gradient_is_sent_as_it_was(
-    schedule: str, chunks: int, pp: int
-) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), Shift(), nn.Tanh()).double()
-    batch = vectors(8)
-    mine = run_pipeline(model, F.mse_loss, [[batch]], pp, schedule=schedule, chunks=chunks, microbatches=4, cuts=[1, 2])
-    assert_same(mine, run_plain(model, F.mse_loss, [[parts(batch, 4)]]), 0)
-
-
-class DropsOne(nn.Module):
-    """Uses the second tensor only; the first one has no gradient."""
-
-    def forward(self, value: Any) -> torch.Tensor:
-        return value[1] * 2
-
-
-def test_a_tensor_that_later_stages_never_use_has_no_gradient() -> None:
-    torch.manual_seed(0)
-    spread = Spread(lambda h, t: (h, h.detach() + t))
-    model = nn.Sequential(spread, DropsOne(), nn.Linear(6, 6)).double()
-    batch = vectors(4)
-    mine = run_pipeline(model, F.mse_loss, [[batch]], 2, cuts=[1, 2], microbatches=2)
-    assert mine.gradients["0.linear.weight"] is None
-
-
 class DataDependent(nn.Module):
     """As many rows as the data says."""
 

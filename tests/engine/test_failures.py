@@ -114,26 +114,6 @@ def test_a_lost_message_is_a_hang_that_names_the_action_that_waits() -> None:
         run_ranks(4, rank, faults=Faults(drop=((1, 2, 2),)), deadline=5.0)
 
 
-def test_between_and_before_steps_a_rank_reports_that_and_no_action_of_the_last_step() -> None:
-    def rank(transport: Any) -> list[str]:
-        told: list[str] = []
-        mesh = Mesh.local(pp=2)
-        pipe = Pipeline(copy.deepcopy(blocks(Residual(6))), F.mse_loss, mesh, microbatches=2)
-        mesh.world.report = told.append  # type: ignore[assignment, method-assign]
-
-        def data() -> Iterator[Any]:
-            assert told[-1] == "pulling the batch of step 0"
-            yield vectors(4)
-
-        pipe.step(data())
-        assert told[-1] == "the trainer's own code, after step 0"
-        pipe.eval_step(vectors(4))
-        return told[-2:]
-
-    expected = ["pulling the batch of eval_step 1", "the trainer's own code, after eval_step 1"]
-    assert run_ranks(2, rank) == [expected] * 2
-
-
 class InPlaceInput(nn.Module):
     """Changes its input in place, so it cannot be recomputed."""
 

@@ -27,13 +27,3 @@ def test_the_first_rank_writes_and_the_others_do_not(tmp_path: Path) -> None:
     ]
     assert out[0].getvalue().startswith("hello\nstep 1/1  loss 0.50")
     assert out[1].getvalue() == out[2].getvalue() == ""
-
-
-def test_a_second_run_in_the_same_folder_keeps_the_first_ones_metrics_and_says_where(tmp_path: Path) -> None:
-    for run in range(2):
-        out = io.StringIO()
-        with RunLog(True, Console(file=out, width=300), tmp_path / "metrics.jsonl", steps=1) as log:
-            log.event("start", {"run": run})
-    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [{"event": "start", "run": 1}]
-    assert list(read_metrics(tmp_path / "earlier-1" / "metrics.jsonl")) == [{"event": "start", "run": 0}]
-    assert f"results of an earlier run are kept in {tmp_path}/earlier-1" in out.getvalue()
