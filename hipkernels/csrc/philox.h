@@ -7,14 +7,16 @@ struct Words {
   uint32_t w[4];
 };
 
+PORT_DEVICE uint32_t high_half(uint32_t x, uint32_t y) { return (uint32_t)(((uint64_t)x * y) >> 32); }
+
 PORT_DEVICE Words philox(uint64_t key, uint64_t counter) {
   uint32_t a = (uint32_t)counter, b = (uint32_t)(counter >> 32), c = 0, d = 0;
   uint32_t k = (uint32_t)key, l = (uint32_t)(key >> 32);
   PORT_UNROLL for (int round = 0; round < 10; ++round) {
-    const uint64_t first = (uint64_t)0xD2511F53u * a, second = (uint64_t)0xCD9E8D57u * c;
-    const uint32_t next_a = (uint32_t)(second >> 32) ^ b ^ k, next_c = (uint32_t)(first >> 32) ^ d ^ l;
-    b = (uint32_t)second;
-    d = (uint32_t)first;
+    // High and low halves of the products apart, for compilers find vector instructions for each.
+    const uint32_t next_a = high_half(0xCD9E8D57u, c) ^ b ^ k, next_c = high_half(0xD2511F53u, a) ^ d ^ l;
+    b = 0xCD9E8D57u * c;
+    d = 0xD2511F53u * a;
     a = next_a;
     c = next_c;
     k += 0x9E3779B9u;
