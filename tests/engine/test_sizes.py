@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
@@ -49,8 +51,8 @@ class Join(nn.Module):
         super().__init__()
         self.linear, self.wanted = nn.Linear(6, 6), wanted
 
-    def forward(self, pair: Pair) -> torch.Tensor:
-        main, side = pair
+    def forward(self, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        main, side, *_ = values
         return self.linear(main + side if self.wanted(side) else main)
 
 
@@ -159,6 +161,47 @@ def test_an_evaluation_between_two_steps_teaches_nothing() -> None:
     run_ranks(2, rank)
     assert copies[0].get_parameter("0.side.weight").grad is None
     assert copies[0].get_parameter("0.main.weight").grad is not None
+
+
+class Mixed(nn.Module):
+    """From each of some tensors it may take, work on, detach or forget them."""
+
+    def __init__(self, choices: list[tuple[str, int]]) -> None:
+        super().__init__()
+        self.choices = choices
+        self.linears = nn.ModuleList(nn.Linear(6, 6) for _ in choices)
+
+    def forward(self, values: Any) -> tuple[torch.Tensor, ...]:
+        values = values if isinstance(values, tuple) else (values,) * len(self.choices)
+        results = []
+        for (kind, index), linear in zip(self.choices, self.linears, strict=True):
+            value = values[index].detach() if kind == "detach" else values[index]
+            results.append(value if kind == "pass" else torch.tanh(linear(value)))
+        return tuple(results)
+
+
+@st.composite
+def mixed(draw: Any) -> nn.Sequential:
+    """Eight blocks with three tensors between them, some parameters frozen, and one tensor out."""
+    choice = st.tuples(st.sampled_from(["work", "pass", "detach"]), st.integers(0, 2))
+    torch.manual_seed(0)
+    blocks = [Mixed(draw(st.lists(choice, min_size=3, max_size=3))) for _ in range(7)]
+    model = nn.Sequential(*blocks, Join(lambda side: True)).double()
+    for block in blocks:
+        block.requires_grad_(draw(st.integers(0, 3)) > 0)
+    return model
+
+
+@given(mixed(), st.sampled_from(LAYOUTS), st.sampled_from(["none", "block", "full"]), st.booleans())
+@settings(max_examples=15)
+def test_whatever_is_used_the_same_parameters_have_gradients_as_in_one_process(
+    model: nn.Sequential, layout: tuple[str, int, int], recompute: str, dynamic: bool
+) -> None:
+    schedule, chunks, pp = layout
+    steps = [vectors(5, seed=step) for step in range(2)]
+    options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "microbatches": 4, "recompute": recompute}
+    mine = run_pipeline(model, F.mse_loss, [[step] for step in steps], pp, optimizer=ADAMW, dynamic=dynamic, **options)
+    assert_same(mine, run_plain(model, F.mse_loss, [[parts(step, 4)] for step in steps], optimizer=ADAMW), 0)
 
 
 def positive(side: torch.Tensor) -> bool:
