@@ -60,7 +60,7 @@ def read(
     try:
         imported = read_file(source, format, semantics or NCCL_PAIR) if Path(source).is_file() else None
     except OSError as error:
-        raise FormatError(f"{source[:80]} cannot be read ({error.strerror}); name a file that can") from error
+        raise FormatError(f"{source} cannot be read ({error.strerror}); name a file that can") from error
     if imported is not None:
         for notice in imported.notices:
             typer.echo(notice, err=True)

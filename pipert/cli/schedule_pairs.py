@@ -125,7 +125,8 @@ def _table(rows: list[tuple[str, ...]]) -> str:
         bold = [at in best and float(cell.rstrip("%")) == best[at] for at, cell in enumerate(row)]
         table.add_row(*(f"[bold]{cell}[/]" if yes else cell for cell, yes in zip(row, bold, strict=True)))
     out = io.StringIO()
-    Console(file=out, width=width(), force_terminal=colours(), highlight=False, legacy_windows=False).print(table)
+    wide = max(width(), 160)  # a terminal that is too narrow shall wrap a row, not lose parts of it
+    Console(file=out, width=wide, force_terminal=colours(), highlight=False, legacy_windows=False).print(table)
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     return "\n".join(
         [
