@@ -68,7 +68,8 @@ class Pipeline:
         count_fn: what a micro-batch's targets count; by default the targets that are not ignored where they are class
             indices (``loss_fn.ignore_index``, else -100), else their elements.
         seed: of initial weights on the meta device, and of dropout.
-        dynamic: boundaries' sizes depend on data, so they travel with every micro-batch.
+        dynamic: boundaries' sizes, or which of their tensors are used, depend on data or step; both travel with every
+            micro-batch.
         device: where this rank computes; default where the parameters are, else the CPU.
         dtype: of the floating-point parameters; default as declared.
 
