@@ -39,7 +39,7 @@ def test_a_launched_job_says_what_it_runs_and_returns_its_exit_code() -> None:
         from pipert.comm.mpi import MpiTransport
         transport = MpiTransport.world()
         assert transport.size == 2 and os.environ["OMP_NUM_THREADS"] == "7"
-        print("argument", sys.argv[1])
+        sys.stdout.write(f"argument {sys.argv[1]}\\n")  # in one piece, since both ranks write
         sys.exit(3)
         """
     result = run_mpi(2, script, ["--flag"], launcher=launcher(2), env={"OMP_NUM_THREADS": "7"})
