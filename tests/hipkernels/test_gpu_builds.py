@@ -1,7 +1,11 @@
-"""The same sources compile for AMD and NVIDIA GPUs without a warning, into code that fits its registers."""
+"""The same sources compile for AMD and NVIDIA GPUs without a warning, into code that fits its registers.
+
+A whole library takes an AMD compiler several minutes, so these run on request only: PIPERT_GPU_BUILDS=1.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +16,14 @@ import pytest
 from pipert.hipkernels.build import SOURCES, build
 from pipert.hipkernels.errors import KernelTargetError
 from pipert.hipkernels.targets import find_target
+
+pytestmark = [
+    pytest.mark.skipif(
+        os.environ.get("PIPERT_GPU_BUILDS", "") in ("", "0"),
+        reason="compiling for GPUs takes minutes; PIPERT_GPU_BUILDS=1 runs these",
+    ),
+    pytest.mark.timeout(3600),
+]
 
 
 def library(name: str) -> Path:
