@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from _verdicts import verdicts
+
 #: Bytes of a message: round trips a turn, and turns for one of the longest. A turn lasts some milliseconds, and as long
 #: again before it counts: after gloo, whose waits sleep, the kernel may have put both ranks on one core for a while.
 MESSAGES = {
@@ -160,16 +162,6 @@ def message_figures(name: str, nbytes: int, taken: Mapping[str, float]) -> dict[
     return figures
 
 
-def verdicts(figures: Mapping[str, float]) -> dict[str, dict[str, object]]:
-    """Every bar that applies to a figure, and whether it holds."""
-    return {
-        name: {"bar": f"{sense} {bar}", "ok": value >= bar if sense == "at least" else value <= bar}
-        for name, value in figures.items()
-        for ending, sense, bar in BARS
-        if name.endswith(ending)
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="turns of each contestant, in the longest parts")
@@ -188,7 +180,7 @@ def main() -> int:
         figures: dict[str, float] = json.loads(Path(name, "figures").read_text())
     for figure, value in figures.items():
         print(f"{figure:60} {value:10.4g}")
-    bars = verdicts(figures)
+    bars = verdicts(figures, BARS)
     ok = all(verdict["ok"] for verdict in bars.values())
     print(f"load average before and after: {os.getloadavg()[2]:.1f}, {os.getloadavg()[0]:.1f}")
     print(json.dumps({"benchmark": "comm", "figures": figures, "bars": bars, "ok": ok}))

@@ -20,6 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from _verdicts import verdicts
+
 #: Part, ranks, rounds.
 JOBS = (("gpt", 2, 9), ("sleep", 8, 3), ("sleep", 16, 3), ("cost", 2, 31))
 
@@ -58,16 +60,6 @@ def job(part: str, ranks: int, rounds: int) -> dict[str, float]:
     return figures
 
 
-def verdicts(figures: dict[str, float]) -> dict[str, dict[str, object]]:
-    """Every bar that applies to a figure, and whether it holds."""
-    return {
-        name: {"bar": f"{sense} {bar}", "ok": value >= bar if sense == "at least" else value <= bar}
-        for name, value in figures.items()
-        for ending, sense, bar in BARS
-        if name.endswith(ending)
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=sorted({part for part, _, _ in JOBS}), help="only this part")
@@ -81,7 +73,7 @@ def main() -> int:
     for part, ranks, rounds in JOBS:
         if arguments.part in (None, part):
             figures |= job(part, ranks, arguments.rounds or rounds)
-    bars = verdicts(figures)
+    bars = verdicts(figures, BARS)
     ok = all(verdict["ok"] for verdict in bars.values())
     print(json.dumps({"benchmark": "pipeline", "figures": figures, "bars": bars, "ok": ok}))
     return 0 if ok else 1
