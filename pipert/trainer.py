@@ -11,7 +11,6 @@ from statistics import median
 from tempfile import NamedTemporaryFile
 
 import numpy as np
-import torch
 from rich.console import Console
 
 from pipert.comm.mesh import Mesh
@@ -22,13 +21,9 @@ from pipert.data.token_file import TokenFile, open_tokens
 from pipert.data.tokenizer import open_tokenizer
 from pipert.data.unigram import unigram_loss
 from pipert.data.windows import TokenWindows
-from pipert.engine.pipeline import Pipeline
 from pipert.engine.refusals import together
 from pipert.errors import ConfigError, DataError
-from pipert.models.gpt import GPT
-from pipert.models.loss import CausalLMLoss
-from pipert.optim.groups import decay_groups
-from pipert.optim.learning_rate import LearningRate
+from pipert.recipe import Updater, check_mesh, make_optimizer, make_pipeline
 from pipert.report.log import RunLog
 from pipert.report.measured import measured_costs, typical
 from pipert.report.metrics import Value
@@ -64,43 +59,24 @@ class Trainer:
         mesh: the ranks.
         text: the tokens.
         pipe: the model in its pipeline.
-        optimizer: AdamW over this rank's parameters.
+        updater: changes the weights.
         loader: this replica's batches.
-        updates: how often the weights have changed; the learning rate is a function of it.
     """
 
     def __init__(self, config: Config, mesh: Mesh, console: Console) -> None:
-        _check(config, mesh)
+        check_mesh(config, mesh)
         self.config, self.mesh, self._console = config, mesh, console
         together(mesh.world, lambda: _check_folders(config, mesh))
-        self.text = _open_text(config, mesh)
-        model, optimizer, schedule, run = config.model, config.optimizer, config.schedule, config.run
+        self.text = open_text(config, mesh)
+        model, run = config.model, config.run
         self._windows = TokenWindows(self.text.train, model.sequence)
         self._heldout = TokenWindows(self.text.heldout, model.sequence)
         self.loader = Loader(
             self._windows, config.data.global_batch, seed=run.seed, replica=mesh.dp_rank, replicas=mesh.dp
         )
-        self.pipe = Pipeline(
-            GPT(model, seed=run.seed),
-            CausalLMLoss(),
-            mesh,
-            schedule=config.parallel.schedule,
-            microbatches=config.microbatches,
-            chunks=config.parallel.chunks,
-            example=self._windows.batch(range(min(config.parallel.micro_batch, len(self._windows))))[0],
-            recompute=config.parallel.recompute,
-            seed=run.seed,
-        )
-        self.optimizer = torch.optim.AdamW(
-            decay_groups(self.pipe.named_parameters(), optimizer.weight_decay),
-            lr=optimizer.lr,
-            betas=(optimizer.beta1, optimizer.beta2),
-            eps=optimizer.eps,
-        )
-        self._rate = LearningRate(
-            optimizer.lr, schedule.shape, schedule.warmup, schedule.length or run.steps, schedule.final
-        )
-        self.updates = 0
+        example = self._windows.batch(range(min(config.parallel.micro_batch, len(self._windows))))[0]
+        self.pipe = make_pipeline(config, mesh, example)
+        self.updater = Updater(config, self.pipe, make_optimizer(config, self.pipe))
         self._timelines: deque[Timeline] = deque(maxlen=8)
 
     def run(self) -> Summary:
@@ -120,7 +96,7 @@ class Trainer:
             tokens_per_second = median(rates)
             summary = Summary(
                 steps=run.steps,
-                updates=self.updates,
+                updates=self.updater.updates,
                 tokens=run.steps * self.config.tokens_per_step,
                 seconds=time.perf_counter() - begin,
                 before=before,
@@ -137,21 +113,15 @@ class Trainer:
 
     def _step(self, done: int, peak: float, log: RunLog) -> float:
         """One step; returns its tokens a second."""
-        rate, begin, seen = self._rate(self.updates), time.perf_counter(), self.loader.seen
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        rate, begin, seen = self.updater.rate, time.perf_counter(), self.loader.seen
         result = self.pipe.step(self.loader)
         if self.loader.seen == seen:  # this rank needed no data
             self.loader.skip()
-        clip = self.config.optimizer.clip
-        norm = self.pipe.clip_grad_norm_(clip) if clip else self.pipe.grad_norm()
-        if math.isfinite(norm):  # the same norm, so the same decision, on every rank
-            self.optimizer.step()
-            self.updates += 1
-        self.optimizer.zero_grad()
+        self.updater.update()
         speed = result.tokens / (time.perf_counter() - begin)
         utilisation = speed * self.config.model.training_flops() / peak
-        record: dict[str, Value] = {"loss": result.loss, "lr": rate, "grad_norm": norm, "updates": self.updates}
+        record: dict[str, Value] = {"loss": result.loss, "lr": rate, "grad_norm": self.updater.norm}
+        record["updates"] = self.updater.updates
         record |= {"samples": self.loader.seen, "tokens_per_second": speed, "utilisation": utilisation}
         if done % self.config.run.timeline_every == 0 or not self._timelines:
             self._timelines.append(self.pipe.timeline())
@@ -221,20 +191,6 @@ class Trainer:
         return summary
 
 
-def _check(config: Config, mesh: Mesh) -> None:
-    wanted = {"pp": config.parallel.pp, "dp": config.parallel.dp, "tp": config.parallel.tp}
-    for axis, size in wanted.items():
-        if getattr(mesh, axis) != size:
-            raise ConfigError(
-                f"parallel.{axis} is {size} but the mesh has {axis} {getattr(mesh, axis)}; make them equal"
-            )
-    if config.parallel.tp > 1:
-        raise ConfigError(
-            f"parallel.tp is {config.parallel.tp}, but the GPT has no tensor-parallel layers yet; "
-            "use tp = 1 and more pp or dp"
-        )
-
-
 def _check_folders(config: Config, mesh: Mesh) -> None:
     """Find out before the work, not after it, that its results cannot be written."""
     if mesh.rank:
@@ -250,7 +206,7 @@ def _check_folders(config: Config, mesh: Mesh) -> None:
             ) from error
 
 
-def _open_text(config: Config, mesh: Mesh) -> TokenFile:
+def open_text(config: Config, mesh: Mesh) -> TokenFile:
     """The tokens, prepared by rank 0 and mapped by all."""
     data = config.data
 

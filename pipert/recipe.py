@@ -1,0 +1,118 @@
+"""From a configuration to what it describes: the pipeline, the optimizer, the learning rate, and one update."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from pipert.comm.mesh import Mesh
+from pipert.config import Config
+from pipert.engine.pipeline import Pipeline
+from pipert.errors import ConfigError
+from pipert.models.gpt import GPT
+from pipert.models.loss import CausalLMLoss
+from pipert.optim.groups import decay_groups
+from pipert.optim.learning_rate import LearningRate
+
+
+def check_mesh(config: Config, mesh: Mesh) -> None:
+    """Refuse a mesh that is not the configured one.
+
+    Raises:
+        ConfigError: it is not, or cannot be used.
+    """
+    parallel = config.parallel
+    for axis in ("pp", "dp", "tp"):
+        if getattr(mesh, axis) != getattr(parallel, axis):
+            raise ConfigError(
+                f"parallel.{axis} is {getattr(parallel, axis)} but the mesh has {axis} {getattr(mesh, axis)}; make "
+                "them equal"
+            )
+    if parallel.tp > 1:
+        raise ConfigError(
+            f"parallel.tp is {parallel.tp}, but the GPT has no tensor-parallel layers yet; use tp = 1 and more pp or dp"
+        )
+
+
+def make_pipeline(config: Config, mesh: Mesh, example: object = None) -> Pipeline:
+    """The configured GPT in its pipeline. Every rank makes the same call.
+
+    Args:
+        config: the configuration.
+        mesh: the ranks, laid out as the configuration says.
+        example: inputs of one micro-batch, to measure the blocks with.
+
+    Raises:
+        ConfigError: as `check_mesh`.
+    """
+    check_mesh(config, mesh)
+    parallel = config.parallel
+    return Pipeline(
+        GPT(config.model, seed=config.run.seed),
+        CausalLMLoss(),
+        mesh,
+        schedule=parallel.schedule,
+        microbatches=config.microbatches,
+        chunks=parallel.chunks,
+        example=example,
+        recompute=parallel.recompute,
+        seed=config.run.seed,
+    )
+
+
+def make_optimizer(config: Config, pipe: Pipeline) -> torch.optim.Optimizer:
+    """The configured optimizer over this rank's parameters."""
+    settings = config.optimizer
+    return torch.optim.AdamW(
+        decay_groups(pipe.named_parameters(), settings.weight_decay),
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+    )
+
+
+def make_learning_rate(config: Config) -> LearningRate:
+    """The configured learning rate."""
+    settings = config.schedule
+    return LearningRate(
+        config.optimizer.lr, settings.shape, settings.warmup, settings.length or config.run.steps, settings.final
+    )
+
+
+class Updater:
+    """Turns the gradients of a step into an update of the weights, or skips it; the same decision on every rank.
+
+    Args:
+        config: the configuration.
+        pipe: has the gradients.
+        optimizer: has the weights.
+
+    Attributes:
+        updates: how often the weights have changed; the learning rate is a function of it.
+        rate: the learning rate of the next update.
+        norm: of the last step's gradients, before clipping.
+    """
+
+    def __init__(self, config: Config, pipe: Pipeline, optimizer: torch.optim.Optimizer) -> None:
+        self._clip, self._pipe, self._optimizer = config.optimizer.clip, pipe, optimizer
+        self._learning_rate = make_learning_rate(config)
+        self.updates = 0
+        self.norm = 0.0
+
+    @property
+    def rate(self) -> float:
+        """See the class."""
+        return self._learning_rate(self.updates)
+
+    def update(self) -> bool:
+        """Clip, step and clear the gradients; returns whether the weights changed. Every rank calls it."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.rate
+        self.norm = self._pipe.clip_grad_norm_(self._clip) if self._clip else self._pipe.grad_norm()
+        finite = math.isfinite(self.norm)  # the same norm, so the same decision, on every rank
+        if finite:
+            self._optimizer.step()
+            self.updates += 1
+        self._optimizer.zero_grad()
+        return finite
