@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
@@ -35,13 +37,14 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
         )
 
 
-def make_pipeline(config: Config, mesh: Mesh, example: object = None) -> Pipeline:
+def make_pipeline(config: Config, mesh: Mesh, example: object = None, *, dtype: torch.dtype | None = None) -> Pipeline:
     """The configured GPT in its pipeline. Every rank makes the same call.
 
     Args:
         config: the configuration.
         mesh: the ranks, laid out as the configuration says.
         example: inputs of one micro-batch, to measure the blocks with.
+        dtype: of the parameters, instead of the configured one.
 
     Raises:
         ConfigError: as `check_mesh`.
@@ -58,14 +61,23 @@ def make_pipeline(config: Config, mesh: Mesh, example: object = None) -> Pipelin
         example=example,
         recompute=parallel.recompute,
         seed=config.run.seed,
+        dtype=dtype,
     )
 
 
-def make_optimizer(config: Config, pipe: Pipeline) -> torch.optim.Optimizer:
-    """The configured optimizer over this rank's parameters."""
+class HasParameters(Protocol):
+    """A pipeline, or a model in one process."""
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters with their names in the model."""
+        ...
+
+
+def make_optimizer(config: Config, model: HasParameters) -> torch.optim.Optimizer:
+    """The configured optimizer over the parameters of a pipeline's rank, or of a model."""
     settings = config.optimizer
     return torch.optim.AdamW(
-        decay_groups(pipe.named_parameters(), settings.weight_decay),
+        decay_groups(model.named_parameters(), settings.weight_decay),
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,

@@ -21,6 +21,7 @@ from pipert.scheduler.errors import ScheduleError
 COMMANDS = {
     "launch": ("pipert.cli.launch", "Run a script on several MPI ranks of this machine."),
     "schedule": ("pipert.cli.schedule", "Show, check and simulate pipeline schedules."),
+    "verify-run": ("pipert.cli.verify_run", "Compare a configuration's numbers with those of one process."),
     "doctor": ("pipert.cli.doctor", "Report what this machine offers: MPI, threads, compilers, GPUs."),
 }
 
