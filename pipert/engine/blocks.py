@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pipert.engine.deferred import Deferred, deferring
+from pipert.engine.deferred import Deferred, Products, deferring
 from pipert.engine.structure import flatten
 from pipert.errors import BoundaryError
 from pipert.randomness import Draw, digest, drawing
@@ -94,6 +94,7 @@ class BlockRunner:
         self.recompute = recompute
         self._device = device
         self._global = {name: uses_global_random(module) for name, module in blocks.items()}
+        self._products = {name: Products(module) for name, module in blocks.items()}
 
     def __call__(self, name: str, module: nn.Module, *values: Any) -> Any:
         """Run a block on values."""
@@ -104,10 +105,15 @@ class BlockRunner:
 
     def bound(self, name: str, function: Callable[..., Any], draws: bool) -> Callable[..., Any]:
         """The function as the present micro-batch needs it, with its random numbers, whenever it is called."""
-        draw, deferred, device = self.draw, self.deferred, self._device
+        draw, deferred, device, products = (
+            self.draw,
+            self.deferred,
+            self._device,
+            self._products.setdefault(name, Products()),
+        )
 
         def run(*values: Any) -> Any:
-            with drawing(draw), deferring(deferred):
+            with drawing(draw), deferring(deferred, products):
                 if not draws:
                     return function(*values)
                 with global_generator(draw, name, device):

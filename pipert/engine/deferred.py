@@ -1,9 +1,17 @@
 """The backward in two halves: what belongs to weight gradients alone is put off until it is asked for.
 
-While a stage runs a micro-batch forward, `deferring` looks at every ``F.linear`` with a leaf weight, whoever calls it,
-and records a node that computes the same numbers. In the backward this node computes the gradient of its input and
-keeps what the weight's needs: its input and its output's gradient. Everything else that the forward kept is free then.
-Later `Deferred.accumulate` multiplies the two and lets autograd add the products up.
+While a stage runs a micro-batch forward, within `deferring`, every product with a leaf weight records a node that
+computes the same numbers. In the backward this node computes the gradient of its input and keeps what the weight's
+needs: its input and its output's gradient. Everything else that the forward kept is free then. Later
+`Deferred.accumulate` multiplies the two and lets autograd add the products up.
+
+How products are found, which costs Python for every layer of every micro-batch:
+
+* ``nn.Linear`` and its subclasses that keep its ``forward``: that method is replaced while a block runs;
+* any other layer that computes its product as ``self.multiply(x, weight, bias)``, where its class says
+  ``multiply = staticmethod(F.linear)``: that attribute is replaced. So a layer of one's own takes part;
+* every other ``F.linear``, whoever calls it: found by looking at all torch functions that a block calls. That is ten
+  times as slow, so it is done when a block runs for the first time, and later only if something was found.
 
 What is not put off is computed in the first half, by autograd as ever: weights of norms, convolutions and embeddings,
 raw parameters, and a linear layer whose weight is no leaf or has hooks of its own, or which runs inside a
@@ -13,15 +21,19 @@ differentiable backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 _AS_EVER = nullcontext()
+
+#: Weight gradients that are computed before they are added up, in bytes: adding costs as much for one as for many.
+_BATCH = 1 << 22
 
 
 class _Product(NamedTuple):
@@ -52,6 +64,64 @@ class _Ready(NamedTuple):
         return self.gradient
 
 
+class Products:
+    """The places where a block computes products with weights.
+
+    Args:
+        module: the block.
+
+    Attributes:
+        others: whether it also calls ``F.linear`` in ways that are not known beforehand; None until it has run.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.others: bool | None = None
+        layers = () if module is None else module.modules()
+        self._places = [(layer, name) for layer in layers if (name := _place(layer))]
+
+    def replace(self, deferred: Deferred) -> list[tuple[dict[str, Any], str, Any]]:
+        """Let the layers put off what they can; returns what was there before, for `put_back`."""
+        before = []
+        for layer, name in self._places:
+            attributes = layer.__dict__
+            before.append((attributes, name, attributes.get(name)))
+            attributes[name] = deferred.multiply if name == "multiply" else _Forward(layer, deferred)
+        return before
+
+
+def put_back(before: list[tuple[dict[str, Any], str, Any]]) -> None:
+    """Undo `Products.replace`."""
+    for attributes, name, value in before:
+        if value is None:
+            del attributes[name]
+        else:
+            attributes[name] = value
+
+
+def _place(layer: nn.Module) -> str | None:
+    """The attribute of a layer through which it computes its product, if it has one that may be replaced."""
+    kind = type(layer)
+    if getattr(kind, "multiply", None) is F.linear:
+        return None if "multiply" in layer.__dict__ else "multiply"
+    plain = isinstance(layer, nn.Linear) and kind.forward is nn.Linear.forward and "forward" not in layer.__dict__
+    return "forward" if plain and "weight" in layer._parameters and "bias" in layer._parameters else None
+
+
+class _Forward:
+    """Stands in for the ``forward`` of an ``nn.Linear``."""
+
+    __slots__ = ("_deferred", "_parameters")
+
+    def __init__(self, layer: nn.Module, deferred: Deferred) -> None:
+        self._parameters, self._deferred = layer._parameters, deferred
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        parameters = self._parameters
+        weight = parameters["weight"]
+        assert weight is not None
+        return self._deferred.multiply(input, weight, parameters["bias"])
+
+
 class Deferred:
     """The weight gradients of one micro-batch on one stage that are put off.
 
@@ -63,10 +133,30 @@ class Deferred:
     def __init__(self) -> None:
         self._parts: dict[torch.Tensor, list[_Product | _Sum | _Ready]] = {}
         self._task: int | None = None
+        self._seen: list[Products] = []
 
-    def expect(self, parameter: torch.Tensor) -> None:
-        """The forward used a parameter whose gradient will be put off."""
-        self._parts.setdefault(parameter, [])
+    def saw(self, products: Products) -> None:
+        """The forward ran a block with these products."""
+        if products not in self._seen:
+            self._seen.append(products)
+
+    def multiply(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``F.linear``, whose weight gradients are put off if that leaves all numbers as they are."""
+        if not torch.is_grad_enabled() or not _splits(input, weight, bias):
+            return F.linear(input, weight, bias)
+        parts = self._parts
+        parts.setdefault(weight, [])
+        if bias is not None and _own_leaf(bias):
+            parts.setdefault(bias, [])
+        dtype = _autocast_dtype(input.device.type)
+        if dtype is not None:
+            input = input.to(dtype)
+        if input.is_contiguous():
+            output: torch.Tensor = _Linear.apply(input, weight, bias, self)  # type: ignore[no-untyped-call]
+            return output
+        rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+        output = _Linear.apply(rows, weight, bias, self)  # type: ignore[no-untyped-call]
+        return output if input.dim() == 2 else output.view(*input.shape[:-1], len(weight))
 
     @property
     def putting_off(self) -> bool:
@@ -88,12 +178,10 @@ class Deferred:
             self._task = torch._C._current_graph_task_id()
 
         hooks = [_node(root).register_prehook(begin) for root in roots]
-        with self._set_aside(), deferring(self):
-            # torch.autograd.backward is a torch function itself: the mode would be off while it runs, and a forward
-            # that is run again within it would not be the same.
-            _engine_run_backward(
-                tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+        with self._set_aside(), ExitStack() as again:
+            for products in self._seen:
+                again.enter_context(deferring(self, products))
+            _run(roots, seeds)
         for hook in hooks:
             hook.remove()
 
@@ -112,29 +200,80 @@ class Deferred:
                     self._parts[parameter].append(_Ready(found))
 
     def accumulate(self) -> None:
-        """Compute what was put off, one parameter after another, and add it to ``.grad``; keeps nothing."""
+        """Compute what was put off, some parameters after others, and add it to ``.grad``; keeps nothing."""
+        parameters: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        size = 0
         while self._parts:
             parameter = next(iter(self._parts))
-            parts = self._parts.pop(parameter)
-            if parts:
-                gradients = [part.compute().to(parameter.dtype) for part in parts]
-                torch.autograd.backward([parameter] * len(parts), gradients)
+            for part in self._parts.pop(parameter):
+                gradient = part.compute()
+                if gradient.dtype is not parameter.dtype:
+                    gradient = gradient.to(parameter.dtype)
+                parameters.append(parameter)
+                gradients.append(gradient)
+                size += gradient.nbytes
+            if parameters and (size >= _BATCH or not self._parts):
+                _run(parameters, gradients)
+                parameters, gradients, size = [], [], 0
+
+
+def _run(roots: Sequence[torch.Tensor | GradientEdge], seeds: Sequence[torch.Tensor]) -> None:
+    """``torch.autograd.backward`` without its checks, which take as long as a small layer.
+
+    It is a torch function itself, too: a mode would be off while it runs, and a forward that is run again within it
+    would not be the same.
+    """
+    _engine_run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _node(root: torch.Tensor | GradientEdge) -> Node:
     return root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
 
 
-def deferring(deferred: Deferred | None) -> AbstractContextManager[object]:
-    """Within it linear layers get a backward in two halves; None: as ever."""
-    return _AS_EVER if deferred is None else _Deferring(deferred)
+def deferring(deferred: Deferred | None, products: Products | None = None) -> AbstractContextManager[object]:
+    """Within it products with weights get a backward in two halves; None: as ever.
+
+    Args:
+        deferred: where what is put off is kept.
+        products: where they are; default: anywhere.
+    """
+    return _AS_EVER if deferred is None else _Deferring(deferred, products or Products())
 
 
-class _Deferring(TorchFunctionMode):
-    """Sees every torch function of this thread."""
+class _Deferring:
+    """Replaces the products of a block while it runs."""
+
+    __slots__ = ("_before", "_deferred", "_mode", "_products")
+
+    def __init__(self, deferred: Deferred, products: Products) -> None:
+        self._deferred, self._products = deferred, products
+        self._mode: _Looking | None = None
+
+    def __enter__(self) -> None:
+        self._deferred.saw(self._products)
+        self._before = self._products.replace(self._deferred)
+        if self._products.others is not False:
+            self._mode = _Looking(self._deferred)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *reason: Any) -> None:
+        put_back(self._before)
+        if self._mode is not None:
+            self._mode.__exit__(*reason)  # type: ignore[no-untyped-call]
+            self._products.others = self._products.others or self._mode.found
+
+
+class _Looking(TorchFunctionMode):
+    """Sees every torch function of this thread.
+
+    Attributes:
+        found: whether a product was among them.
+    """
 
     def __init__(self, deferred: Deferred) -> None:
         super().__init__()
+        self.found = False
         self._deferred = deferred
 
     def __torch_function__(
@@ -145,47 +284,41 @@ class _Deferring(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is F.linear and torch.is_grad_enabled():
-            return self._linear(*args, **(kwargs or {}))
+            self.found = True
+            return self._deferred.multiply(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
-
-    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if not _splits(input, weight, bias):
-            return F.linear(input, weight, bias)
-        for parameter in (weight, bias):
-            if parameter is not None and _own_leaf(parameter):
-                self._deferred.expect(parameter)
-        dtype = _autocast_dtype(input.device.type) or input.dtype
-        rows = (input if input.dim() == 2 else input.reshape(-1, input.shape[-1])).to(dtype)
-        output: torch.Tensor = _Linear.apply(rows, weight, bias, self._deferred)  # type: ignore[no-untyped-call]
-        if input.dim() == 2:
-            return output
-        shape = (*input.shape[:-1], len(weight))
-        # As torch does, which matters to what is done in place next.
-        return output.view(shape) if bias is not None else torch.ops.aten._unsafe_view(output, shape)
 
 
 def _splits(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether `_Linear` computes this layer's gradients exactly as torch does: as a product of two matrices."""
-    tensors = [tensor for tensor in (value, weight, bias) if tensor is not None]
-    as_rows = value.dim() == 2 or value.is_contiguous() or (bias is None and value.requires_grad)
     return (
-        all(map(_plain, tensors))
+        _own_leaf(weight)
+        and _plain(value)
+        and _plain(weight)
         and value.dim() >= 2
         and weight.dim() == 2
-        and (bias is None or bias.shape == weight.shape[:1])
-        and _own_leaf(weight)
         and weight.is_contiguous()
-        and as_rows
+        and (bias is None or (_plain(bias) and bias.shape == weight.shape[:1]))
+        and (value.dim() == 2 or value.is_contiguous() or (bias is None and value.requires_grad))
         and value.numel() > 0
-        and (len({tensor.dtype for tensor in tensors}) == 1 or _autocast_dtype(value.device.type) is not None)
+        and (
+            (value.dtype is weight.dtype and (bias is None or bias.dtype is weight.dtype))
+            or torch.is_autocast_enabled(value.device.type)
+        )
     )
 
 
 def _plain(tensor: torch.Tensor) -> bool:
     """A tensor without rules of its own; not in double precision where autocast would leave that alone."""
-    known = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    doubled = tensor.dtype is torch.float64 and torch.is_autocast_enabled(tensor.device.type)
-    return known and tensor.is_floating_point() and not doubled
+    return (
+        type(tensor) in _KNOWN
+        and tensor.layout is torch.strided
+        and tensor.is_floating_point()
+        and not (tensor.dtype is torch.float64 and torch.is_autocast_enabled(tensor.device.type))
+    )
+
+
+_KNOWN = (torch.Tensor, nn.Parameter)
 
 
 def _autocast_dtype(device: str) -> torch.dtype | None:
@@ -194,22 +327,33 @@ def _autocast_dtype(device: str) -> torch.dtype | None:
 
 def _own_leaf(tensor: torch.Tensor) -> bool:
     """A leaf without hooks, which would see gradients in the first half that are not there yet."""
-    hooks = tensor._backward_hooks or tensor._post_accumulate_grad_hooks
-    return tensor.requires_grad and tensor.is_leaf and not hooks
+    return (
+        tensor.requires_grad
+        and tensor.is_leaf
+        and not tensor._backward_hooks
+        and not tensor._post_accumulate_grad_hooks
+    )
 
 
 class _Linear(torch.autograd.Function):
-    """``F.linear`` of a matrix, whose weight gradients can be put off; the numbers are bitwise the same."""
+    """``F.linear`` whose weight gradients can be put off; the numbers are bitwise the same."""
 
     @staticmethod
     def forward(
         ctx: Any, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deferred: Deferred
     ) -> torch.Tensor:
-        # In the value's type, which under autocast is another. Its own cache of weights would forget their gradients.
-        weight_used, bias_used = weight.to(value.dtype), None if bias is None else bias.to(value.dtype)
+        dtype = value.dtype
+        if weight.dtype is dtype:
+            weight_used, bias_used = weight, bias
+        else:  # autocast, whose own cache of weights would forget their gradients
+            weight_used, bias_used = weight.to(dtype), None if bias is None else bias.to(dtype)
         ctx.save_for_backward(value, weight_used)
         ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
-        return F.linear(value, weight_used, bias_used)
+        if value.dim() == 2:
+            return F.linear(value, weight_used, bias_used)
+        rows = F.linear(value.view(-1, value.shape[-1]), weight_used, bias_used)
+        # In place, because a custom function must not return a view if that may be changed in place later.
+        return rows.resize_((*value.shape[:-1], rows.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -217,14 +361,20 @@ class _Linear(torch.autograd.Function):
         deferred: Deferred = ctx.deferred
         if torch.is_grad_enabled():
             weight = ctx.weight.to(value.dtype)  # the backward is differentiated itself
-        of_value = _times(gradient, weight, value) if ctx.needs_input_grad[0] else None
-        of_weight, of_bias = None, None
-        if deferred.putting_off:
+        shape = value.shape
+        if len(shape) != 2:
+            value, gradient = value.view(-1, shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        of_value, of_weight, of_bias = None, None, None
+        if ctx.needs_input_grad[0]:
+            of_value = _times(gradient, weight, value)
+            of_value = of_value if len(shape) == 2 else of_value.view(shape)
+        putting_off = deferred.putting_off
+        if putting_off:
             deferred.put_off(ctx.weight, _Product(value, gradient))
         else:
             of_weight = _Product(value, gradient).compute().to(ctx.weight.dtype)
         if ctx.needs_input_grad[2]:
-            if deferred.putting_off and _own_leaf(ctx.bias):
+            if putting_off and _own_leaf(ctx.bias):
                 deferred.put_off(ctx.bias, _Sum(gradient))
             else:
                 of_bias = _Sum(gradient).compute().to(ctx.bias.dtype)

@@ -14,7 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from pipert.engine.deferred import Deferred, deferring
+from pipert.engine.deferred import Deferred, Products, deferring
+from pipert.layers import Linear
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -320,3 +321,86 @@ def test_other_kinds_of_tensors_are_left_alone() -> None:
         assert type(output) is Marked
         torch.autograd.backward(output.sum())
     assert given["weight"].grad is not None
+
+
+class Multiplies(nn.Module):
+    """A layer of the user's own that takes part in the split."""
+
+    multiply = staticmethod(F.linear)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.multiply(x, self.weight).tanh()
+
+
+class Calls(nn.Module):
+    """A layer that calls ``F.linear`` from its second run on, or from the first."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.weight, self.late = nn.Parameter(torch.randn(6, 6)), late
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        late, self.late = self.late, False
+        return x @ self.weight.t() if late else F.linear(x, self.weight)
+
+
+def in_two_halves(module: nn.Module, products: Products, x: torch.Tensor) -> list[torch.Tensor | None]:
+    """Gradients after the first half, which leaves the module as it was."""
+    module.zero_grad()
+    deferred = Deferred()
+    before = {layer: set(vars(layer)) for layer in module.modules()}
+    with deferring(deferred, products):
+        output = module(x)
+    assert {layer: set(vars(layer)) for layer in before} == before
+    deferred.first_half([output], [torch.ones_like(output)])
+    found = [parameter.grad for parameter in module.parameters()]
+    deferred.accumulate()
+    mine = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    torch.autograd.backward(module(x).sum())
+    for got, parameter in zip(mine, module.parameters(), strict=True):
+        assert (got is None) == (parameter.grad is None)
+        assert got is None or torch.allclose(got, parameter.grad)  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(6, 6), lambda: Linear(6, 6), Multiplies], ids=["torch", "own", "user"]
+)
+def test_layers_whose_products_are_known_need_no_look_at_every_function(make: Callable[[], nn.Module]) -> None:
+    block = nn.Sequential(make(), nn.Tanh(), make())
+    products = Products(block)
+    x = torch.randn(2, 3, 6, requires_grad=True)
+    for _ in range(3):
+        assert in_two_halves(block, products, x) == [None] * len(list(block.parameters()))
+        assert products.others is False
+
+
+def test_a_product_of_another_kind_is_found_when_the_block_runs_first() -> None:
+    block = nn.Sequential(nn.Linear(6, 6), Calls(late=False))
+    products = Products(block)
+    for _ in range(2):
+        assert in_two_halves(block, products, torch.randn(4, 6, requires_grad=True)) == [None] * 3
+        assert products.others is True
+
+
+def test_a_product_that_only_turns_up_later_is_computed_at_once() -> None:
+    block = nn.Sequential(nn.Linear(6, 6), Calls(late=True))
+    products = Products(block)
+    x = torch.randn(4, 6, requires_grad=True)
+    for _ in range(2):
+        *first, late = in_two_halves(block, products, x)
+        assert first == [None, None] and late is not None
+        block[1].late = products.others is None
+
+
+def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
+    layer = nn.Linear(6, 6)
+    layer.forward = lambda x: F.linear(x * 2, layer.weight)  # type: ignore[method-assign]
+    products = Products(layer)
+    assert in_two_halves(layer, products, torch.randn(4, 6, requires_grad=True)) == [None, None]
+    assert products.others is True
