@@ -16,15 +16,19 @@ if TYPE_CHECKING:
     from pipert.comm.mesh import Mesh
     from pipert.engine.pipeline import Pipeline
     from pipert.engine.result import StepResult
+    from pipert.optim.loss_scale import LossScale
+    from pipert.optim.precision import Precision
 
 _HOMES = {
+    "LossScale": "pipert.optim.loss_scale",
     "Mesh": "pipert.comm.mesh",
     "Pipeline": "pipert.engine.pipeline",
+    "Precision": "pipert.optim.precision",
     "StepResult": "pipert.engine.result",
     "run_ranks": "pipert.comm.local",
 }
 
-__all__ = ["Mesh", "Pipeline", "StepResult", "__version__", "run_ranks"]
+__all__ = ["LossScale", "Mesh", "Pipeline", "Precision", "StepResult", "__version__", "run_ranks"]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ from pipert.graph.model_graph import ModelGraph
 from pipert.graph.profile import profile
 from pipert.graph.stage import StageBlock, StageModule, TracedModel, stage_module
 from pipert.layers.materialise import materialise
+from pipert.optim.precision import accumulate
 from pipert.partition.check import check_stages
 from pipert.scheduler.placement import Placement
 
@@ -106,6 +107,7 @@ def build(
         modules = {stage: stage_module(traced, stage, assignment) for stage in own}
         for module in modules.values():
             module.to(device=settings.device, dtype=settings.dtype)
+            accumulate(module.parameters(), settings.precision)
         return modules
 
     modules = together(mesh.world, make)

@@ -208,7 +208,7 @@ class Deferred:
             parameter = next(iter(self._parts))
             for part in self._parts.pop(parameter):
                 gradient = part.compute()
-                if gradient.dtype is not parameter.dtype:
+                if gradient.dtype is not parameter.dtype and not isinstance(part, _Ready):  # may be in a wider type
                     gradient = gradient.to(parameter.dtype)
                 parameters.append(parameter)
                 gradients.append(gradient)

@@ -64,6 +64,9 @@ class Executor:
         device: where received tensors live.
         rank: this rank's number in the world, for error messages.
 
+    Attributes:
+        sums: what its REDUCE and TIE actions sum.
+
     Raises:
         ConfigError: the program has an action that the engine cannot run.
     """
@@ -92,7 +95,7 @@ class Executor:
         }
         self._timings = Timings(self._row.codes)
         self._steps = self._compile()
-        self._sums: list[GradientSum] = [step.arguments[0] for step in self._steps if step.perform == self._sum]
+        self.sums: list[GradientSum] = [step.arguments[0] for step in self._steps if step.perform == self._sum]
 
     # ---- before the first step -------------------------------------------------------------------------------------
 
@@ -179,8 +182,8 @@ class Executor:
             port.sizes = sizes
         for stage in self._stages.values():
             stage.begin(data, self._split[stage.index])
-        for total in self._sums:
-            total.begin()
+        for total in self.sums:
+            total.begin(data.scale)
         try:
             self._run_steps(self._timings)
         except BaseException as error:

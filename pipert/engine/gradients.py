@@ -1,7 +1,9 @@
 """Sums of gradients over ranks: over data-parallel replicas, and over the copies of a tied weight.
 
 Only what this step adds is summed. Gradients that were there before are set aside and added to afterwards, neither
-scaled nor summed a second time. Without replicas and ties there is nothing to sum, and autograd adds to them directly.
+scaled nor summed a second time. Without replicas, ties and a loss scale autograd adds to them directly.
+
+What a step adds is divided by its loss scale here, so that ``.grad`` is always the gradient itself.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from pipert.comm.transport import Request, Transport
+from pipert.optim.precision import accumulates_in
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -27,14 +30,18 @@ class GradientSum:
 
     Attributes:
         transport: the same; on it the requests are waited for.
+        parameters: the same.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], transport: Transport) -> None:
         self.transport = transport
+        self.parameters = tuple(parameters)
+        self._scale = 1.0
         self._buckets = [_Bucket(bucket, transport) for bucket in _buckets(parameters)]
 
-    def begin(self) -> None:
-        """Before the first backward: set the present gradients aside."""
+    def begin(self, scale: float = 1.0) -> None:
+        """Before the first backward, of a loss times ``scale``: set the present gradients aside."""
+        self._scale = scale
         for bucket in self._buckets:
             bucket.begin()
 
@@ -45,22 +52,26 @@ class GradientSum:
     def finish(self) -> None:
         """When all requests are complete: set the gradients."""
         for bucket in self._buckets:
-            bucket.finish()
+            bucket.finish(self._scale)
 
 
 def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
     """Parameters of one dtype and device, up to `BUCKET_BYTES` together, in order."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
     for parameter in parameters:
-        by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        by_kind.setdefault((accumulates_in(parameter), parameter.device), []).append(parameter)
     for same in by_kind.values():
         bucket: list[torch.nn.Parameter] = []
         for parameter in same:
-            if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > BUCKET_BYTES:
+            if bucket and sum(map(_nbytes, [*bucket, parameter])) > BUCKET_BYTES:
                 yield bucket
                 bucket = []
             bucket.append(parameter)
         yield bucket
+
+
+def _nbytes(parameter: torch.nn.Parameter) -> int:
+    return parameter.numel() * accumulates_in(parameter).itemsize
 
 
 class _Bucket:
@@ -83,15 +94,17 @@ class _Bucket:
         for parameter in self._parameters:
             gradient, parameter.grad = parameter.grad, None
             used.append(0.0 if gradient is None else 1.0)
-            gradient = torch.zeros_like(parameter) if gradient is None else gradient
+            gradient = torch.zeros_like(parameter, dtype=accumulates_in(parameter)) if gradient is None else gradient
             parts.append((gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1))
         first = parts[0]
         self._flat = torch.cat([*parts, torch.tensor(used, dtype=first.dtype, device=first.device)])
         return self._transport.iallreduce(self._flat)
 
-    def finish(self) -> None:
+    def finish(self, scale: float) -> None:
         sizes = [parameter.numel() for parameter in self._parameters]
         *parts, used = torch.split(self._flat, [*sizes, len(sizes)])
+        if scale != 1.0:
+            self._flat[: sum(sizes)].mul_(1.0 / scale)
         for parameter, before, part, ranks in zip(self._parameters, self._before, parts, used.tolist(), strict=True):
             if not ranks:
                 parameter.grad = before
@@ -100,3 +113,29 @@ class _Bucket:
             else:
                 parameter.grad = before.add_(part.view_as(parameter))
         self._before, self._flat = [], torch.empty(0)
+
+
+class Unscaling:
+    """Within it gradients come from a loss times ``scale``; afterwards what was added is divided by it.
+
+    Args:
+        parameters: those that no `GradientSum` takes care of.
+        scale: the loss scale; with 1 nothing happens.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], scale: float) -> None:
+        self._parameters = parameters if scale != 1.0 else ()
+        self._scale = scale
+        self._before: list[torch.Tensor | None] = []
+
+    def __enter__(self) -> None:
+        self._before = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def __exit__(self, *_: object) -> None:
+        for parameter, before in zip(self._parameters, self._before, strict=True):
+            added = parameter.grad
+            if added is not None:
+                added.mul_(1.0 / self._scale)
+            parameter.grad = added if before is None else before if added is None else before.add_(added)

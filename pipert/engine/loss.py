@@ -12,8 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipert.engine.structure import flatten
+from pipert.engine.blocks import uses_global_random
+from pipert.engine.structure import flatten, unflatten
 from pipert.errors import BatchError
+from pipert.optim.precision import HALF
 
 IGNORE_INDEX = -100
 
@@ -118,8 +120,31 @@ def weights(own: Sequence[float], total: float) -> tuple[float, ...]:
     return tuple(count / total if count else 0.0 for count in own)
 
 
-def weighted(loss: object, weight: float) -> torch.Tensor:
-    """The micro-batch's part of the batch's loss: the root of its backward pass.
+class Widened:
+    """A loss function whose model computes in half precision: it is given float32 instead.
+
+    Args:
+        loss_fn: the loss function.
+    """
+
+    def __init__(self, loss_fn: LossFunction) -> None:
+        self._loss_fn = loss_fn
+        self.uses_global_random = uses_global_random(loss_fn)
+
+    def __call__(self, output: Any, target: Any) -> torch.Tensor:
+        """The loss of what both are in float32."""
+        return self._loss_fn(_wide(output), _wide(target))
+
+
+def _wide(value: Any) -> Any:
+    tensors, structure = flatten(value)
+    return unflatten(structure, [tensor.float() if tensor.dtype in HALF else tensor for tensor in tensors])
+
+
+def weighted(loss: object, weight: float, scale: float = 1.0) -> torch.Tensor:
+    """The micro-batch's part of the batch's loss, times the loss scale: the root of its backward pass.
+
+    It is in float32 at least, for half precision has too few digits for a weight.
 
     Raises:
         BatchError: the loss is not a scalar tensor.
@@ -129,4 +154,5 @@ def weighted(loss: object, weight: float) -> torch.Tensor:
         raise BatchError(
             f"loss_fn returned {found}; it must return a scalar tensor, the mean over what count_fn counts"
         )
-    return loss.reshape(()) * weight
+    wide = loss.float() if loss.dtype in HALF else loss
+    return wide.reshape(()) * (weight * scale)

@@ -1,4 +1,4 @@
-"""The norm of all gradients of the model, and clipping: the same decision on every rank."""
+"""The norm of all gradients of the model: the same on every rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from pipert.comm.transport import Transport
 from pipert.engine.parameters import Owned
-from pipert.errors import ConfigError
 
 
 def gradient_norm(owned: Iterable[Owned], transport: Transport) -> float:
@@ -41,16 +40,9 @@ def squared_norms(parameters: Iterable[torch.nn.Parameter]) -> list[float]:
     return [norm**2 for norm in torch.stack(norms).tolist()] if norms else []
 
 
-def clip(owned: Iterable[Owned], norm: float, max_norm: float) -> None:
-    """Scale the gradients so that their norm is at most ``max_norm``; `torch.nn.utils.clip_grad_norm_`'s rule.
-
-    Raises:
-        ConfigError: ``max_norm`` is not positive.
-    """
-    if not isinstance(max_norm, (int, float)) or not max_norm > 0:
-        raise ConfigError(f"max_norm = {max_norm!r} must be a positive number")
-    coefficient = max_norm / (norm + 1e-6)
-    if coefficient < 1.0 or math.isnan(coefficient):
+def multiply(owned: Iterable[Owned], factor: float) -> None:
+    """Multiply all gradients."""
+    if factor != 1.0:
         for entry in owned:
             if entry.parameter.grad is not None:
-                entry.parameter.grad.mul_(coefficient)
+                entry.parameter.grad.mul_(factor)

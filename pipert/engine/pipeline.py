@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import nn
 
 from pipert.comm.mesh import Mesh
 from pipert.engine.build import build, weigh
-from pipert.engine.loss import CountFunction, LossFunction, default_count
-from pipert.engine.norm import clip, gradient_norm
+from pipert.engine.loss import CountFunction, LossFunction, Widened, default_count
+from pipert.engine.norm import gradient_norm, multiply
 from pipert.engine.programs import ProgramKey, Programs, ScheduleSource
 from pipert.engine.refusals import together
 from pipert.engine.result import StepResult
@@ -22,8 +23,11 @@ from pipert.engine.settings import Settings, usable_device
 from pipert.engine.stage import Recompute, Stage, warm_up
 from pipert.engine.timings import gather
 from pipert.errors import ConfigError
+from pipert.graph.model_graph import ModelGraph
 from pipert.graph.stage import StageModule
 from pipert.graph.trace import trace
+from pipert.optim.loss_scale import Decision, LossScale, LossScaler, clip_factor
+from pipert.optim.precision import HALF, Precision
 from pipert.partition.limits import StageLimit
 from pipert.partition.partition import Partition
 from pipert.partition.solve import partition_graph
@@ -72,12 +76,18 @@ class Pipeline:
             micro-batch.
         device: where this rank computes; default where the parameters are, else the CPU.
         dtype: of the floating-point parameters; default as declared.
+        precision: ``fp32``, ``bf16``, ``fp16``, ``fp64`` or a `pipert.Precision`: the types of parameters, gradients
+            and master weights; says more than ``dtype``. Without either, parameters have the types that the model
+            declares. Gradients of half-precision parameters are added up in fp32 in any case, unless a Precision says
+            otherwise.
+        loss_scale: how the loss scale moves; default ``LossScale()`` where there are fp16 parameters, else 1.
 
     Attributes:
         mesh: the ranks.
         graph: the model's blocks with their costs.
         partition: the stages.
         proof: what is proved of the usual step's program.
+        loss_scale: by what the loss is multiplied in fp16; gradients are divided by it before `step` returns.
         step_index: number of the next step; dropout depends on it. Set it when a run is resumed.
 
     Raises:
@@ -101,15 +111,35 @@ class Pipeline:
         dynamic: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        precision: Precision | str | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         def decide() -> tuple[Settings, Programs, Any]:
             where = usable_device(device)
+            exact = Precision.of(precision, dtype)
             settings = Settings(
-                loss_fn, schedule, microbatches, chunks, cuts, example, recompute, count_fn, seed, dynamic, where, dtype
+                loss_fn,
+                schedule,
+                microbatches,
+                chunks,
+                cuts,
+                example,
+                recompute,
+                count_fn,
+                seed,
+                dynamic,
+                where,
+                dtype if exact is None else exact.parameters,
+                exact,
+                loss_scale,
             )
             semantics = Semantics(**mesh.pp_group.semantics)  # type: ignore[arg-type]
             programs = Programs(schedule, mesh.pp, microbatches, chunks, semantics, reduce=mesh.dp > 1)
-            return settings, programs, trace(model, example)
+            traced = trace(model, example)
+            if settings.dtype is not None:
+                name, itemsize = str(settings.dtype).removeprefix("torch."), settings.dtype.itemsize
+                traced = replace(traced, graph=traced.graph.in_dtype(name, itemsize))
+            return settings, programs, traced
 
         self.mesh = mesh
         self._settings, self._programs, traced = together(mesh.world, decide)
@@ -123,6 +153,7 @@ class Pipeline:
         count = count_fn or default_count(loss_fn)
         self._session = Session(mesh, self._programs, parts, self._stages(), count, self._device, dynamic)
         self.step_index = 0
+        self.loss_scale = LossScaler(loss_scale or (LossScale() if _has_fp16(self.graph) else None))
 
     # ---- construction ----------------------------------------------------------------------------------------------
 
@@ -131,17 +162,19 @@ class Pipeline:
         limits = [
             StageLimit(in_flight=live) for live in in_flight(self._programs.schedule(self._settings.microbatches))
         ]
-        return partition_graph(self.graph, placement.num_stages, cuts=self._settings.cuts, limits=limits)
+        precision = self._settings.precision or Precision()
+        state = precision.state_bytes() / precision.parameters.itemsize
+        return partition_graph(self.graph, placement.num_stages, cuts=self._settings.cuts, limits=limits, state=state)
 
     def _usual(self, ties: Sequence[Any]) -> ProgramKey:
         return ProgramKey(self._settings.microbatches, 0, ties=tuple(tie.stages for tie in ties))
 
     def _stages(self) -> dict[int, Stage]:
         last, settings = self._programs.placement.num_stages - 1, self._settings
+        half = settings.precision is not None and settings.precision.parameters in HALF
+        loss_fn = Widened(settings.loss_fn) if half else settings.loss_fn
         return {
-            number: Stage(
-                number, module, self._device, settings.recompute, settings.loss_fn if number == last else None
-            )
+            number: Stage(number, module, self._device, settings.recompute, loss_fn if number == last else None)
             for number, module in self._parts.modules.items()
         }
 
@@ -164,7 +197,9 @@ class Pipeline:
             BaseException: an action failed; the pipeline cannot be used any more.
         """
         settings = self._settings
-        result = self._session.run(batch, Call(True, settings.microbatches, self.step_index, settings.seed))
+        scale = self.loss_scale.scale
+        call = Call(True, settings.microbatches, self.step_index, settings.seed, scale=scale)
+        result = self._session.run(batch, call)
         self.step_index += 1
         return result
 
@@ -212,9 +247,32 @@ class Pipeline:
         Raises:
             ConfigError: ``max_norm`` is not positive.
         """
+        clip_factor(0.0, max_norm)
         norm = self.grad_norm()
-        clip(self._parts.book, norm, max_norm)
+        multiply(self._parts.book, clip_factor(norm, max_norm))
         return norm
+
+    def decide(self, max_norm: float | None = None) -> Decision:
+        """Whether there is an update now: for an optimizer of yours, once before each ``optim.step()``.
+
+        If a gradient anywhere is inf or NaN, every rank skips the update and the loss scale falls. Otherwise gradients
+        are clipped, and the loss scale may rise. Every rank calls it.
+
+            if pipe.decide(max_norm=1.0).apply:
+                optim.step()
+            optim.zero_grad()
+
+        Args:
+            max_norm: the norm that the gradients may have; None: any.
+
+        Raises:
+            ConfigError: ``max_norm`` is not positive.
+        """
+        clip_factor(0.0, max_norm)
+        decision = self.loss_scale.decide(self.grad_norm(), max_norm)
+        if decision.apply:
+            multiply(self._parts.book, decision.factor)
+        return decision
 
     # ---- what it looks like ----------------------------------------------------------------------------------------
 
@@ -265,3 +323,7 @@ def in_flight(schedule: Schedule) -> list[int]:
 
 def _device_of(modules: Mapping[int, nn.Module]) -> torch.device:
     return next((p.device for module in modules.values() for p in module.parameters()), torch.device("cpu"))
+
+
+def _has_fp16(graph: ModelGraph) -> bool:
+    return any(spec.dtype == "float16" for block in graph.blocks for spec in block.parameters)

@@ -14,11 +14,12 @@ from torch import nn
 
 from pipert.engine import batch as batches
 from pipert.engine.blocks import BlockRunner, uses_global_random
-from pipert.engine.loss import CountFunction, LossFunction, counts, default_count, weighted, weights
+from pipert.engine.loss import CountFunction, LossFunction, Widened, counts, default_count, weighted, weights
 from pipert.engine.result import StepResult
 from pipert.graph.stage import StageModule, stage_module
 from pipert.graph.trace import trace
 from pipert.layers.dropout import name_layers
+from pipert.optim.precision import HALF, Precision, accumulate
 from pipert.randomness import Draw
 
 
@@ -32,6 +33,7 @@ def reference_step(
     count_fn: CountFunction | None = None,
     seed: int = 0,
     step: int = 0,
+    precision: Precision | None = None,
 ) -> StepResult:
     """Forward and backward of one batch in this process; gradients are added to the parameters' ``.grad``.
 
@@ -44,6 +46,7 @@ def reference_step(
         count_fn: as for `pipert.Pipeline`.
         seed: of dropout.
         step: the step's number; dropout depends on it.
+        precision: as for `pipert.Pipeline`; the parameters must have its type already.
 
     Returns:
         what `Pipeline.step` returns.
@@ -59,6 +62,9 @@ def reference_step(
     ]
     counted = counts([target for _, target in parts], count_fn or default_count(loss_fn))
     runner, whole_model = _whole(model, parts[0][0])
+    accumulate(model.parameters(), precision)
+    if precision is not None and precision.parameters in HALF:
+        loss_fn = Widened(loss_fn)
     loss, first = 0.0, 0
     for (inputs, target), weight in zip(parts, weights(counted, sum(counted)), strict=True):
         rows = batches.samples(inputs)

@@ -19,7 +19,7 @@ from pipert.engine import batch as batches
 from pipert.engine.boundary import BoundarySpec, leaf_spec
 from pipert.engine.build import Parts
 from pipert.engine.executor import Executor
-from pipert.engine.gradients import GradientSum
+from pipert.engine.gradients import GradientSum, Unscaling
 from pipert.engine.header import Agreement, Position, Report, agree
 from pipert.engine.loss import CountFunction, counts
 from pipert.engine.parameters import ranks_of
@@ -32,6 +32,7 @@ from pipert.engine.stage import Stage, StepData
 from pipert.engine.structure import flatten
 from pipert.engine.timings import Timings
 from pipert.errors import ConfigError
+from pipert.optim.precision import accumulates_in
 from pipert.randomness import Draw
 
 _Result = TypeVar("_Result")
@@ -47,6 +48,7 @@ class Call:
         step: the step's number.
         seed: of the run.
         outputs: whether the model's outputs are kept.
+        scale: the loss scale.
     """
 
     training: bool
@@ -54,6 +56,7 @@ class Call:
     step: int
     seed: int
     outputs: bool = False
+    scale: float = 1.0
 
 
 class Session:
@@ -208,13 +211,15 @@ class Session:
             targets=targets or [None] * count,
             losses=[None] * count,
             outputs=[None] * count if call.outputs and self._last else None,
+            scale=call.scale,
         )
 
     # ---- the step --------------------------------------------------------------------------------------------------
 
     def _run(self, executor: Executor, data: StepData, agreement: Agreement, call: Call) -> StepResult:
         sizes = self._sizes.step(agreement.keys, agreement.weights)
-        timings = executor.run(data, sizes)
+        with Unscaling(self._unsummed(executor), data.scale):
+            timings = executor.run(data, sizes)
         self.timings = timings if call.training else self.timings
         self._sizes.learn(agreement.keys, sizes)
         if not agreement.total and call.training:
@@ -230,6 +235,11 @@ class Session:
             outputs=None if data.outputs is None else tuple(data.outputs),
         )
 
+    def _unsummed(self, executor: Executor) -> list[torch.nn.Parameter]:
+        """The trained parameters of this rank whose gradients nothing in the program sums."""
+        summed = {id(parameter) for total in executor.sums for parameter in total.parameters}
+        return [e.parameter for e in self._parts.book if e.parameter.requires_grad and id(e.parameter) not in summed]
+
     def _own_loss(self, data: StepData) -> float:
         """This replica's part of the loss, on the owner of the last stage."""
         pairs = [(weight, loss) for weight, loss in zip(data.weights, data.losses, strict=True) if loss is not None]
@@ -242,7 +252,7 @@ class Session:
         """A batch in which every target is ignored has gradients of zero."""
         for entry in self._parts.book:
             if entry.parameter.requires_grad and entry.parameter.grad is None:
-                entry.parameter.grad = torch.zeros_like(entry.parameter)
+                entry.parameter.grad = torch.zeros_like(entry.parameter, dtype=accumulates_in(entry.parameter))
         if self._mesh.world.rank == 0:
             warnings.warn(
                 f"the loss counts nothing in the whole batch ({agreement.total_samples} samples: every target "
@@ -267,7 +277,7 @@ def _mode(call: Call, device: torch.device) -> str:
     name = "step" if call.training else "eval_step"
     if torch.is_autocast_enabled(device.type):
         name += f" under autocast to {torch.get_autocast_dtype(device.type)}"
-    return name
+    return name + (f" with loss scale {call.scale}" if call.scale != 1.0 else "")
 
 
 def _position(mesh: Mesh, programs: Programs) -> Position:

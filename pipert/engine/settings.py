@@ -14,6 +14,8 @@ from pipert.engine.loss import Averaging, CountFunction, LossFunction
 from pipert.engine.programs import ScheduleSource
 from pipert.engine.stage import Recompute
 from pipert.errors import ConfigError
+from pipert.optim.loss_scale import LossScale
+from pipert.optim.precision import Precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +38,8 @@ class Settings:
     dynamic: bool
     device: torch.device | None
     dtype: torch.dtype | None
+    precision: Precision | None = None
+    loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "chunks"):
@@ -44,6 +48,8 @@ class Settings:
             raise ConfigError(f"seed = {self.seed!r} must be an integer")
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             raise ConfigError(f"dtype = {self.dtype!r} is no torch.dtype; use torch.float32, torch.bfloat16, ...")
+        if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
+            raise ConfigError(f"loss_scale = {self.loss_scale!r:.60} is no LossScale; pass LossScale(initial=…)")
         if self.count_fn is not None and not callable(self.count_fn):
             raise ConfigError(f"count_fn = {self.count_fn!r:.80} is not callable; pass a function of the targets")
         if self.recompute not in get_args(Recompute):
@@ -75,6 +81,8 @@ class Settings:
             "dynamic": self.dynamic,
             "cuts": None if self.cuts is None else repr(list(self.cuts)),
             "dtype": str(self.dtype),
+            "precision": str(self.precision),
+            "loss_scale": str(self.loss_scale),
         }
 
 

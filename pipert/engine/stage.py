@@ -36,6 +36,7 @@ class StepData:
         targets: owner of the last stage: each micro-batch's targets.
         losses: owner of the last stage: each micro-batch's mean loss, None where it counts nothing.
         outputs: owner of the last stage: each micro-batch's output where they are kept, else None.
+        scale: what the loss is multiplied by before the backward.
     """
 
     recording: bool
@@ -46,6 +47,7 @@ class StepData:
     targets: list[Any] = field(default_factory=list)
     losses: list[torch.Tensor | None] = field(default_factory=list)
     outputs: list[Any] | None = None
+    scale: float = 1.0
 
 
 #: References to the memory of a tensor that nobody else uses: the tensor's own and the one through which we look.
@@ -153,7 +155,7 @@ class Stage:
         if not weight:
             return []
         loss = self._runner.bound("loss", self._loss_fn, self._loss_draws)(output, step.targets[microbatch])
-        root = weighted(loss, weight)
+        root = weighted(loss, weight, step.scale)
         step.losses[microbatch] = loss.detach()
         if self._recording and not root.requires_grad:
             raise ConfigError(

@@ -230,6 +230,22 @@ class ModelGraph:
         """Parameters of the model, tied ones counted once."""
         return sum({p.identity: p.numel for b in self.blocks for p in b.parameters}.values())
 
+    def in_dtype(self, dtype: str, itemsize: int) -> ModelGraph:
+        """The same graph with its floating-point parameters in another type.
+
+        Args:
+            dtype: torch's name without the prefix.
+            itemsize: bytes per element.
+        """
+        blocks = []
+        for block in self.blocks:
+            specs = (
+                replace(spec, dtype=dtype, itemsize=itemsize) if "float" in spec.dtype else spec
+                for spec in block.parameters
+            )
+            blocks.append(replace(block, parameters=tuple(specs)))
+        return replace(self, blocks=tuple(blocks))
+
     def with_costs(self, forward: Sequence[float], backward: Sequence[float], costs: str = "given") -> ModelGraph:
         """The same graph with other times.
 
