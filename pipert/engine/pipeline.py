@@ -26,7 +26,7 @@ from pipert.errors import ConfigError
 from pipert.graph.model_graph import ModelGraph
 from pipert.graph.stage import StageModule
 from pipert.graph.trace import trace
-from pipert.optim.loss_scale import Decision, LossScale, LossScaler, clip_factor
+from pipert.optim.loss_scale import Decision, LossScale, LossScaler, check_max_norm, clip_factor
 from pipert.optim.precision import HALF, Precision
 from pipert.partition.limits import StageLimit
 from pipert.partition.partition import Partition
@@ -247,7 +247,7 @@ class Pipeline:
         Raises:
             ConfigError: ``max_norm`` is not positive.
         """
-        clip_factor(0.0, max_norm)
+        check_max_norm(max_norm)
         norm = self.grad_norm()
         multiply(self._parts.book, clip_factor(norm, max_norm))
         return norm
@@ -268,7 +268,8 @@ class Pipeline:
         Raises:
             ConfigError: ``max_norm`` is not positive.
         """
-        clip_factor(0.0, max_norm)
+        if max_norm is not None:
+            check_max_norm(max_norm)
         decision = self.loss_scale.decide(self.grad_norm(), max_norm)
         if decision.apply:
             multiply(self._parts.book, decision.factor)

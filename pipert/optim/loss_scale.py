@@ -138,7 +138,16 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
     """
     if max_norm is None:
         return 1.0
-    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:
-        raise ConfigError(f"max_norm = {max_norm!r} must be a positive number")
+    check_max_norm(max_norm)
     factor = max_norm / (norm + 1e-6)
     return factor if factor < 1.0 or math.isnan(factor) else 1.0
+
+
+def check_max_norm(max_norm: object) -> None:
+    """Refuse what no norm can be compared with.
+
+    Raises:
+        ConfigError: it is no positive number.
+    """
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:
+        raise ConfigError(f"max_norm = {max_norm!r} must be a positive number")

@@ -73,7 +73,9 @@ def test_impossible_scales_are_refused(wrong: dict[str, float]) -> None:
         LossScale(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("state", [{}, {"scale": 3.0, "good": 0, "skipped": 0}, {"scale": 4.0, "good": -1, "skipped": 0}])
+@pytest.mark.parametrize(
+    "state", [{}, {"scale": 3.0, "good": 0, "skipped": 0}, {"scale": 4.0, "good": -1, "skipped": 0}]
+)
 def test_an_impossible_state_is_refused_and_changes_nothing(state: dict[str, float]) -> None:
     scaler = LossScaler(LossScale())
     before = scaler.state_dict()

@@ -19,7 +19,7 @@ def test_a_precision_is_one_of_the_table_or_refused_with_the_table() -> None:
         if row in LEGAL:
             assert (Precision(*row).parameters, Precision(*row).gradients, Precision(*row).master) == row
         else:
-            with pytest.raises(ConfigError, match="do not go together; use .*bfloat16, float32, float32"):
+            with pytest.raises(ConfigError, match=r"do not go together; use .*bfloat16, float32, float32"):
                 Precision(*row)
 
 
