@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipert.layers.dropout import Dropout, name_layers
+from pipert.layers.dropout import Dropout, Part, name_layers
 from pipert.layers.linear import Linear
 from pipert.layers.materialise import materialise
 from pipert.layers.norm import LayerNorm, RMSNorm
 
-__all__ = ["Dropout", "LayerNorm", "Linear", "RMSNorm", "materialise", "name_layers"]
+__all__ = ["Dropout", "LayerNorm", "Linear", "Part", "RMSNorm", "materialise", "name_layers"]
