@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipert.errors import BatchError, ConfigError
+from pipert.hipkernels import bias_dropout_add
+from pipert.hipkernels.reference.dropout import philox
 from pipert.layers.names import join
 from pipert.randomness import Draw, current_draw, digest, random_words
 
@@ -80,6 +82,10 @@ class Dropout(nn.Module):
             return F.dropout(x, self.p)
         if self.p == 1.0:
             return x * 0.0
+        if x.device.type != "cpu" and x.dim() > 1 and (self.part is None or self.part.dim == 1):
+            keys = _signed(self._keys_of(draw, x), x.device)
+            offset = x[0].numel() * self.part.index if self.part and len(x) else 0
+            return bias_dropout_add(x, p=self.p, keys=keys, offset=offset)
         return x.masked_fill(self.dropped(draw, x), 0.0) * (1.0 / (1.0 - self.p))
 
     def keys(self, draw: Draw) -> list[int]:
@@ -97,6 +103,15 @@ class Dropout(nn.Module):
 
     def dropped(self, draw: Draw, x: torch.Tensor) -> torch.Tensor:
         """The mask for ``x``: bool, true where an element is zeroed."""
+        keys = self._keys_of(draw, x)
+        threshold, runs = min(round(self.p * 2**32), 2**32 - 1), _runs(tuple(x.shape[1:]), self.part)
+        if x.device.type != "cpu":
+            return (_words_on(x.device, keys, runs) < threshold).view(x.shape)
+        mask = np.stack([_words(key, runs) < np.uint32(threshold) for key in keys]) if keys else np.zeros(0, np.bool_)
+        return torch.from_numpy(mask).view(x.shape)
+
+    def _keys_of(self, draw: Draw, x: torch.Tensor) -> list[int]:
+        """The keys, where the input's rows are the draw's samples."""
         keys = self.keys(draw)
         if x.dim() == 0 or len(x) != len(keys):
             raise BatchError(
@@ -107,10 +122,7 @@ class Dropout(nn.Module):
             raise BatchError(
                 f"dropout {self.layer_name}: input of shape {tuple(x.shape)} has no dimension of {self.part}"
             )
-        threshold = np.uint32(min(round(self.p * 2**32), 2**32 - 1))
-        runs = _runs(tuple(x.shape[1:]), self.part)
-        mask = np.stack([_words(key, runs) < threshold for key in keys]) if keys else np.zeros(0, dtype=np.bool_)
-        return torch.from_numpy(mask).to(x.device).view(x.shape)
+        return keys
 
     def extra_repr(self) -> str:
         """What ``repr`` shows between the parentheses."""
@@ -149,6 +161,19 @@ def _words(key: int, runs: _Runs) -> npt.NDArray[np.uint32]:
     if not skips.any():
         return words[:, : runs.length]
     return np.take_along_axis(words, skips[:, None] + np.arange(runs.length), axis=1)
+
+
+def _words_on(device: torch.device, keys: list[int], runs: _Runs) -> torch.Tensor:
+    """The same for all keys on another device, int64 ``[samples, runs, length]``."""
+    elements = torch.from_numpy(runs.starts).to(device)[:, None] + torch.arange(runs.length, device=device)
+    first = elements[:, :1] // 4
+    counters = first + torch.arange(runs.length // 4 + 2, device=device)
+    words = philox(_signed(keys, device)[:, None, None], counters).flatten(2)
+    return words.gather(2, (elements - 4 * first).expand(len(keys), -1, -1))
+
+
+def _signed(keys: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([key - (key >> 63 << 64) for key in keys], dtype=torch.int64, device=device)
 
 
 def name_layers(module: nn.Module, prefix: str = "") -> None:

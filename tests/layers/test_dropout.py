@@ -191,3 +191,22 @@ def test_empty_samples_are_fine() -> None:
         assert Dropout(0.5, "d")(torch.ones(0, 4)).shape == (0, 4)
     with drawing(Draw(0, 0, (0,))):
         assert Dropout(0.5, "d", Part(1, 1, 2))(torch.ones(1, 0, 3)).shape == (1, 0, 3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("part", [None, Part(1, 1, 2), Part(2, 1, 3)])
+def test_masks_are_the_same_on_a_gpu(part: Part | None) -> None:
+    x = torch.randn(3, 5, 7)
+    with drawing(Draw(1, 2, (4, 8, 15))):
+        layer = Dropout(0.3, "d", part)
+        assert torch.equal(layer(x), layer(x.cuda()).cpu())
+
+
+@given(st.integers(1, 9), st.integers(1, 3), st.integers(1, 3))
+def test_the_words_of_other_devices_are_those_of_the_cpu(length: int, index: int, parts: int) -> None:
+    from pipert.layers.dropout import _runs, _words, _words_on
+
+    runs = _runs((3, length), Part(2, min(index, parts) - 1, parts))
+    keys = [2**63 + 5, 7]
+    expected = [_words(key, runs).tolist() for key in keys]
+    assert _words_on(torch.device("cpu"), keys, runs).tolist() == expected
