@@ -17,6 +17,7 @@ from pipert.config import Config
 from pipert.data.loader import Loader
 from pipert.data.windows import TokenWindows
 from pipert.engine.collect import Collected, collect
+from pipert.engine.norm import squared_norms
 from pipert.engine.pipeline import Pipeline
 from pipert.engine.reference import reference_step
 from pipert.errors import ConfigError
@@ -130,7 +131,7 @@ class _Layout:
 
     def step(self) -> tuple[float, float]:
         """Loss and norm of the gradients."""
-        result = self.pipe.step([next(self._loader)])
+        result = self.pipe.step(next(self._loader))
         return result.loss, self.pipe.grad_norm()
 
     def update(self) -> None:
@@ -154,7 +155,7 @@ class _OneProcess:
         self._loaders = [_loader(config, windows, r, config.parallel.dp) for r in range(config.parallel.dp)]
         self._model = GPT(config.model, device="cpu", seed=config.run.seed, dtype=dtype)
         self._optimizer = make_optimizer(config, self._model)
-        self._learning_rate, self._updates = make_learning_rate(config), 0
+        self._learning_rate, self._updates, self._norm = make_learning_rate(config), 0, 0.0
 
     def step(self, step: int) -> tuple[float, float]:
         """Loss and norm of the gradients."""
@@ -163,13 +164,16 @@ class _OneProcess:
         result = reference_step(
             self._model, CausalLMLoss(), first, config.microbatches, replicas=others, seed=config.run.seed, step=step
         )
-        return result.loss, float(torch.nn.utils.get_total_norm(self.gradients().values()))
+        self._norm = math.sqrt(sum(squared_norms(p for p in self._model.parameters() if p.grad is not None)))
+        return result.loss, self._norm
 
     def update(self) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate(self._updates)
         if self._config.optimizer.clip:
-            torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.clip)
+            torch.nn.utils.clip_grads_with_norm_(
+                self._model.parameters(), self._config.optimizer.clip, torch.tensor(self._norm, dtype=torch.float64)
+            )
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._updates += 1

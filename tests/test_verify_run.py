@@ -59,6 +59,12 @@ def test_layouts_train_to_the_numbers_of_one_process(layout: list[str], tmp_path
     ]
 
 
+def test_pipelines_alone_change_no_bit(tmp_path: Path) -> None:
+    settings = ["parallel.pp=4", "parallel.dp=1", "model.tied=false", "model.dropout=0.1"]
+    comparison = compared(configured(tmp_path, *settings), dtype=None)
+    assert all(difference.absolute == 0.0 for difference in comparison.differences), comparison
+
+
 def test_a_layout_with_another_update_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     update = Updater.update
 
