@@ -24,25 +24,28 @@ if TYPE_CHECKING:
     from pipert.hipkernels.ops.optimizer import adamw_, scale_cast, squared_norm
     from pipert.hipkernels.ops.rotary import rotary
     from pipert.hipkernels.ops.softmax import masked_softmax
+    from pipert.hipkernels.runtime import prepare, usable
 
 _HOMES = {
-    "adamw_": "optimizer",
-    "add_layer_norm": "norm",
-    "add_rms_norm": "norm",
-    "bias_dropout_add": "dropout",
-    "bias_gelu": "activation",
-    "cross_entropy": "cross_entropy",
-    "cross_entropy_gradient_": "cross_entropy",
-    "cross_entropy_losses": "cross_entropy",
-    "cross_entropy_statistics": "cross_entropy",
-    "cross_entropy_sums": "cross_entropy",
-    "layer_norm": "norm",
-    "masked_softmax": "softmax",
-    "rms_norm": "norm",
-    "rotary": "rotary",
-    "scale_cast": "optimizer",
-    "squared_norm": "optimizer",
-    "swiglu": "activation",
+    "adamw_": "ops.optimizer",
+    "add_layer_norm": "ops.norm",
+    "add_rms_norm": "ops.norm",
+    "bias_dropout_add": "ops.dropout",
+    "bias_gelu": "ops.activation",
+    "cross_entropy": "ops.cross_entropy",
+    "cross_entropy_gradient_": "ops.cross_entropy",
+    "cross_entropy_losses": "ops.cross_entropy",
+    "cross_entropy_statistics": "ops.cross_entropy",
+    "cross_entropy_sums": "ops.cross_entropy",
+    "layer_norm": "ops.norm",
+    "masked_softmax": "ops.softmax",
+    "prepare": "runtime",
+    "rms_norm": "ops.norm",
+    "rotary": "ops.rotary",
+    "scale_cast": "ops.optimizer",
+    "squared_norm": "ops.optimizer",
+    "swiglu": "ops.activation",
+    "usable": "runtime",
 }
 __all__ = [
     "adamw_",
@@ -57,17 +60,19 @@ __all__ = [
     "cross_entropy_sums",
     "layer_norm",
     "masked_softmax",
+    "prepare",
     "rms_norm",
     "rotary",
     "scale_cast",
     "squared_norm",
     "swiglu",
+    "usable",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(f"pipert.hipkernels.ops.{_HOMES[name]}"), name)
+        return getattr(importlib.import_module(f"pipert.hipkernels.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

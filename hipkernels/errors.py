@@ -11,6 +11,10 @@ class KernelInputError(KernelError, ValueError):
     """A tensor or an option that no kernel can take; raised before a pointer leaves Python."""
 
 
+class KernelTargetIndexError(KernelInputError, IndexError):
+    """A class that a vocabulary does not have; torch's cross-entropy raises an IndexError."""
+
+
 class KernelTargetError(KernelError, ValueError):
     """No compiler is known for a target, or the target's name means nothing."""
 

@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ class Library:
         self._ffi = cffi.FFI()
         header = (SOURCES / "kernels.h").read_text()
         self._ffi.cdef(header)
+        self._pointer = self._ffi.typeof("void *")
         _share_runtime(device)
         try:
             self._functions: Any = self._ffi.dlopen(str(path))
@@ -85,17 +87,15 @@ class Library:
             KernelInputError: a tensor is on another device than the others, or not contiguous.
             KernelLaunchError: the launcher returned a code.
         """
-        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
-        device = tensors[0].device
-        converted = [self._convert(name, argument, device) for argument in arguments]
+        device, converted = self._convert(name, arguments)
         function = getattr(self._functions, f"pipert_{name}")
         if self.device == "cpu":
-            worth = max(work, *(tensor.numel() for tensor in tensors)) >= LEAST_SHARED
-            code = function(*converted, self._ffi.cast("void *", torch.get_num_threads() if worth else 1))
+            worth = max(work, *(a.numel() for a in arguments if isinstance(a, torch.Tensor))) >= LEAST_SHARED
+            code = function(*converted, self._ffi.cast(self._pointer, torch.get_num_threads() if worth else 1))
         else:
             with torch.cuda.device(device):
                 stream = torch.cuda.current_stream(device).cuda_stream
-                code = function(*converted, self._ffi.cast("void *", stream))
+                code = function(*converted, self._ffi.cast(self._pointer, stream))
         if code:
             raise KernelLaunchError(f"kernel {name} returned {code}: {self._explain(code)}")
 
@@ -104,18 +104,26 @@ class Library:
         if self._functions.pipert_emulate(wave, threads, order, seed):
             raise KernelInputError(f"no emulation with waves of {wave}, {threads} threads, order {order}")
 
-    def _convert(self, name: str, argument: Any, device: torch.device) -> Any:
-        if argument is None:
-            return self._ffi.NULL
-        strided = isinstance(argument, Address)
-        tensor = argument.tensor if strided else argument
-        if not isinstance(tensor, torch.Tensor):
-            return argument
-        if tensor.device != device or device.type != self.device:
-            raise KernelInputError(f"kernel {name}: a tensor on {tensor.device} among others on {device} ({self.path})")
-        if not strided and not tensor.is_contiguous():
-            raise KernelInputError(f"kernel {name}: strides {tensor.stride()} of a tensor that must be contiguous")
-        return self._ffi.cast("void *", tensor.data_ptr())
+    def _convert(self, name: str, arguments: tuple[Any, ...]) -> tuple[torch.device, list[Any]]:
+        """The tensors' device, and the arguments as C takes them."""
+        device: torch.device | None = None
+        converted = []
+        for argument in arguments:
+            strided = isinstance(argument, Address)
+            tensor = argument.tensor if strided else argument
+            if not isinstance(tensor, torch.Tensor):
+                converted.append(self._ffi.NULL if tensor is None else tensor)
+                continue
+            device = device or tensor.device
+            if tensor.device != device or device.type != self.device:
+                raise KernelInputError(
+                    f"kernel {name}: a tensor on {tensor.device} among others on {device} ({self.path})"
+                )
+            if not strided and not tensor.is_contiguous():
+                raise KernelInputError(f"kernel {name}: strides {tensor.stride()} of a tensor that must be contiguous")
+            converted.append(self._ffi.cast(self._pointer, tensor.data_ptr()))
+        assert device is not None
+        return device, converted
 
     def _explain(self, code: int) -> str:
         if code == 90:
@@ -141,6 +149,7 @@ def mode() -> str:
     return value
 
 
+_LOADING = threading.Lock()
 _CHOSEN: ContextVar[Library | None] = ContextVar("pipert_kernels_library", default=None)
 
 
@@ -163,8 +172,14 @@ def library_for(*tensors: torch.Tensor | None) -> Library | None:
         KernelBuildError: there is no library and ``PIPERT_KERNELS=required``.
     """
     given = [tensor for tensor in tensors if tensor is not None]
-    device = given[0].device
-    if device.type not in ("cpu", "cuda") or any(tensor.dtype not in DTYPES for tensor in given):
+    if any(tensor.dtype not in DTYPES for tensor in given):
+        return None
+    return library_on(given[0].device, given[0].dtype)
+
+
+def library_on(device: torch.device, dtype: torch.dtype) -> Library | None:
+    """The library for tensors of this dtype on this device; see `library_for`."""
+    if device.type not in ("cpu", "cuda") or dtype not in DTYPES:
         return None
     chosen = _CHOSEN.get()
     if chosen is not None and chosen.device == device.type:
@@ -172,12 +187,48 @@ def library_for(*tensors: torch.Tensor | None) -> Library | None:
     wanted = mode()
     if wanted == "reference":
         return None
-    found = _load("host" if device.type == "cpu" else _architecture(device.index))
+    target = "host" if device.type == "cpu" else _architecture(device.index)
+    with _LOADING:  # ranks may be threads: one of them loads, and says so if it cannot
+        found = _load(target)
     if isinstance(found, Library):
         return found
     if wanted == "required":
         raise KernelBuildError(f"PIPERT_KERNELS=required, but there are no kernels: {found}")
     return None
+
+
+def usable(*tensors: object) -> bool:
+    """Whether layers should call the kernels on these, rather than torch's own functions.
+
+    They should not where there is no library for them, nor where torch's functions do what kernels do not: symbolic
+    tracing by torch.fx, autocast, forward-mode derivatives and torch.func. Under ``torch.compile`` the answer becomes
+    part of the compiled code. The first call builds the library; `prepare` does so ahead of time.
+    """
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor) or torch.is_autocast_enabled(tensor.device.type):
+            return False
+        if not _usable(str(tensor.device), tensor.dtype):
+            return False
+    return torch.compiler.is_compiling() or not (
+        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _usable(device: str, dtype: torch.dtype) -> bool:
+    return library_on(torch.device(device), dtype) is not None
+
+
+def prepare(device: torch.device) -> str:
+    """Build and load the library for a device, if there is to be one, so that no later call waits for a compiler.
+
+    Returns:
+        ``kernels`` or ``reference``: what operations on this device will use.
+
+    Raises:
+        KernelBuildError: there is no library and ``PIPERT_KERNELS=required``.
+    """
+    return "reference" if library_on(device, torch.float32) is None else "kernels"
 
 
 @functools.cache

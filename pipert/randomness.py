@@ -4,10 +4,7 @@ Every use has its own stream, named by a key: a parameter's name, or a dropout l
 has no past, so it can be drawn on any rank, in any order, and again (recompute), and the numbers are the same.
 
     stream(seed, "blocks.3.mlp.up.weight")          the initial values of one parameter
-    digest(seed, "dropout", "blocks.3.mlp_dropout", 17, 5)   the key of one mask: step 17, sample 5 of the batch
-
-A mask's stream goes by counter: each element has its own number, so a rank that holds a part of a sample draws that
-part of the mask alone, and CPU and GPU draw the same.
+    stream(seed, "blocks.3.mlp_dropout", 17, 5)     one mask: step 17, sample 5 of the batch
 
 A `Draw` says which step and samples a forward pass computes. It is set around the pass with `drawing` and read by
 layers with `current_draw`; it lives in a `contextvars.ContextVar`, so ranks that are threads do not see each other's.
@@ -19,13 +16,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import blake2b
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 _SKIP_BITS = 12
-_CHUNK = 1 << 14  # counters at a time: what is worked on stays in the cache
-_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,39 +88,3 @@ def stream(seed: int, *key: str | int, device: torch.device | str = "cpu") -> to
     if generator.device.type == "cpu":
         torch.empty(bits >> (64 - _SKIP_BITS), dtype=torch.int32).random_(generator=generator)
     return generator
-
-
-def random_words(key: int, counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
-    """Four words of Philox4x32-10 (Salmon et al. 2011) for each counter; what ``hipkernels/csrc/philox.h`` computes.
-
-    Args:
-        key: 64 bits, such as a `digest`.
-        counters: ``[n]``.
-
-    Returns:
-        ``[n, 4]``.
-    """
-    words = np.empty((len(counters), 4), dtype=np.uint32)
-    for first in range(0, len(counters), _CHUNK):
-        part = slice(first, first + _CHUNK)
-        for place, column in enumerate(_philox(key, counters[part])):
-            words[part, place] = column
-    return words
-
-
-def _philox(key: int, counters: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], ...]:
-    a, b = counters & _LOW, counters >> _HALF
-    c, d = np.zeros_like(a), np.zeros_like(a)
-    k, m = key & 0xFFFFFFFF, key >> 32
-    for _ in range(10):
-        first, second = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
-        a, c = second >> _HALF, first >> _HALF
-        a ^= b
-        a ^= np.uint64(k)
-        c ^= d
-        c ^= np.uint64(m)
-        second &= _LOW
-        first &= _LOW
-        b, d = second, first
-        k, m = k + 0x9E3779B9 & 0xFFFFFFFF, m + 0xBB67AE85 & 0xFFFFFFFF
-    return a, b, c, d

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pipert.hipkernels.errors import KernelInputError
-from pipert.hipkernels.ops.operator import define
+from pipert.hipkernels.ops.operator import define, once_only
 from pipert.hipkernels.ops.tensors import column_vector, floats, parts, result, rows_of
 from pipert.hipkernels.reference import activation as reference
 from pipert.hipkernels.runtime import DTYPES, library_for, library_that_sums
@@ -135,6 +135,7 @@ gelu_backward_op = define(
     "gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)",
     _gelu_backward,
     lambda dy, x, bias, tanh: (x.new_empty(x.shape), x.new_empty(0) if bias is None else bias.new_empty(bias.shape)),
+    once_only,
 )
 gelu_op = define(
     "gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor",
@@ -144,7 +145,7 @@ gelu_op = define(
     _gelu_save,
 )
 swiglu_backward_op = define(
-    "swiglu_backward(Tensor dy, Tensor x) -> Tensor", _swiglu_backward, lambda dy, x: x.new_empty(x.shape)
+    "swiglu_backward(Tensor dy, Tensor x) -> Tensor", _swiglu_backward, lambda dy, x: x.new_empty(x.shape), once_only
 )
 swiglu_op = define(
     "swiglu(Tensor x) -> Tensor",

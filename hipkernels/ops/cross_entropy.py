@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from pipert.hipkernels.errors import KernelInputError
-from pipert.hipkernels.ops.operator import define
+from pipert.hipkernels.errors import KernelInputError, KernelTargetIndexError
+from pipert.hipkernels.ops.operator import define, once_only
 from pipert.hipkernels.ops.tensors import rows_of
 from pipert.hipkernels.reference import cross_entropy as reference
 from pipert.hipkernels.runtime import DTYPES, library_for
@@ -153,7 +153,9 @@ def _check(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int | None) 
 def _check_targets(targets: torch.Tensor, columns: int, ignore_index: int) -> None:
     wrong = targets[((targets < 0) | (targets >= columns)) & (targets != ignore_index)]
     if wrong.numel():
-        raise KernelInputError(f"cross_entropy: target {wrong[0]} is neither in [0, {columns}) nor {ignore_index}")
+        raise KernelTargetIndexError(
+            f"cross_entropy: target {wrong[0]} is out of bounds, neither in [0, {columns}) nor {ignore_index}"
+        )
 
 
 def _statistics(logits: torch.Tensor, targets: torch.Tensor, columns: int, first: int) -> torch.Tensor:
@@ -249,6 +251,7 @@ gradient_new_op = define(
     f"cross_entropy_gradient(Tensor logits, {_ROWS}, {_NUMBERS}) -> Tensor",
     _gradient_new,
     lambda logits, *rest: logits.new_empty(logits.shape),
+    once_only,
 )
 losses_op = define(
     "cross_entropy(Tensor logits, Tensor targets, int columns, int ignore_index, float smoothing, bool overwrite) "

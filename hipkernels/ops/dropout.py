@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pipert.hipkernels.errors import KernelInputError
-from pipert.hipkernels.ops.operator import define
+from pipert.hipkernels.ops.operator import define, once_only
 from pipert.hipkernels.ops.tensors import column_vector, floats, parts, result, rows_of, same_shape
 from pipert.hipkernels.reference import dropout as reference
 from pipert.hipkernels.runtime import DTYPES, library_for, library_that_sums
@@ -118,6 +118,7 @@ backward_op = define(
     "dropout_backward(Tensor dy, Tensor bias, Tensor keys, float p, int offset) -> (Tensor, Tensor)",
     _backward,
     lambda dy, bias, keys, p, offset: (dy.new_empty(dy.shape), bias.new_empty(bias.shape)),
+    once_only,
 )
 dropout_op = define(
     "dropout(Tensor x, Tensor? bias, Tensor? residual, Tensor keys, float p, int offset) -> Tensor",

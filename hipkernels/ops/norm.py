@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pipert.hipkernels.ops.operator import define
+from pipert.hipkernels.ops.operator import define, once_only
 from pipert.hipkernels.ops.tensors import column_vector, floats, parts, result, rows_of, same_shape
 from pipert.hipkernels.reference import norm as reference
 from pipert.hipkernels.runtime import DTYPES, library_for, library_that_sums
@@ -171,6 +171,7 @@ backward_op = define(
     "-> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
+    once_only,
 )
 forward_op = define(
     "norm_forward(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool centred) "

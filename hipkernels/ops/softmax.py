@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pipert.hipkernels.errors import KernelInputError
-from pipert.hipkernels.ops.operator import define
+from pipert.hipkernels.ops.operator import define, once_only
 from pipert.hipkernels.ops.tensors import result, rows_of
 from pipert.hipkernels.reference import softmax as reference
 from pipert.hipkernels.runtime import DTYPES, Address, library_for
@@ -95,7 +95,10 @@ def _gradients(ctx: Any, dy: Any) -> tuple[Any, ...]:
 
 
 backward_op = define(
-    "softmax_backward(Tensor dy, Tensor y, float scale) -> Tensor", _backward, lambda dy, y, scale: y.new_empty(y.shape)
+    "softmax_backward(Tensor dy, Tensor y, float scale) -> Tensor",
+    _backward,
+    lambda dy, y, scale: y.new_empty(y.shape),
+    once_only,
 )
 softmax_op = define(
     "softmax(Tensor x, Tensor? mask, float scale, bool causal) -> Tensor",

@@ -14,6 +14,7 @@ from torch import nn
 
 from pipert.comm.mesh import Mesh
 from pipert.comm.transport import Transport
+from pipert.engine.kernels import prepare
 from pipert.engine.parameters import ParameterBook, Tie, find_ties, ranks_of
 from pipert.engine.refusals import together
 from pipert.engine.settings import Settings
@@ -62,13 +63,15 @@ def weigh(traced: TracedModel, settings: Settings, mesh: Mesh, stages: int) -> M
     def fill(module: nn.Module, prefix: str) -> object:
         return materialise(module, prefix.rstrip("."), device, settings.dtype, settings.seed)
 
+    kernels = together(mesh.world, lambda: prepare(traced.model, settings.loss_fn, settings.device))
+
     def measure() -> ModelGraph:
         if mesh.world.rank == 0 and settings.example is not None and stages > 1:
             return profile(traced, settings.example, materialise=fill)
         return estimate(traced.graph)
 
     graph = together(mesh.world, measure)
-    facts = {**settings.facts(), "model": traced.graph.to_json()}
+    facts = {**settings.facts(), "PIPERT_KERNELS": kernels, "model": traced.graph.to_json()}
     blob = {"facts": facts, "graph": graph.to_json() if mesh.world.rank == 0 else None}
     answers = [json.loads(answer) for answer in mesh.world.exchange(json.dumps(blob).encode())]
     _check_alike([answer["facts"] for answer in answers])

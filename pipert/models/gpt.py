@@ -140,9 +140,10 @@ class Block(nn.Module):
 
     def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
         """Vectors (B, T, H) to the same."""
-        x_BTH = x_BTH + self.attention_dropout(self.attention(self.attention_norm(x_BTH)))
-        added_BTH: torch.Tensor = self.mlp_dropout(self.mlp(self.mlp_norm(x_BTH)))
-        return x_BTH + added_BTH
+        added_BTH = self.attention_dropout(self.attention(self.attention_norm(x_BTH)))
+        normed_BTH, x_BTH = self.mlp_norm(added_BTH, residual=x_BTH)
+        y_BTH: torch.Tensor = self.mlp_dropout(self.mlp(normed_BTH), residual=x_BTH)
+        return y_BTH
 
 
 class Head(nn.Module):

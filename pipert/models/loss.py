@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+import pipert.hipkernels as hk
+
 IGNORE = -100
 
 
@@ -21,10 +23,13 @@ def token_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, ignore_inde
     Returns:
         a scalar.
     """
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    total = F.cross_entropy(
-        wide.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=ignore_index, reduction="sum"
-    )
+    if hk.usable(logits) and targets.dtype == torch.int64:
+        total = hk.cross_entropy(logits, targets, ignore_index=ignore_index).sum()
+    else:
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        total = F.cross_entropy(
+            wide.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=ignore_index, reduction="sum"
+        )
     return total / (targets != ignore_index).sum().clamp(min=1)
 
 
@@ -33,6 +38,9 @@ class CausalLMLoss:
 
     Targets are the next tokens already: the data shifts them, the loss does not.
     """
+
+    uses_global_random = False  # so the engine need not seed torch's generator around it
+    uses_kernels = True
 
     def __init__(self, ignore_index: int = IGNORE) -> None:
         self.ignore_index = ignore_index

@@ -6,10 +6,9 @@ import math
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from pipert.gpt_config import GPTConfig
-from pipert.layers import Linear
+from pipert.layers import Linear, gelu, swiglu
 
 
 class MLP(nn.Module):
@@ -24,10 +23,6 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Any shape (..., hidden) to the same."""
-        if self.activation == "gelu":
-            inner = F.gelu(self.up(x), approximate="tanh")
-        else:
-            gate, up = self.up(x).chunk(2, dim=-1)
-            inner = F.silu(gate) * up
-        down: torch.Tensor = self.down(inner)
+        activation = gelu if self.activation == "gelu" else swiglu
+        down: torch.Tensor = self.down(activation(self.up(x)))
         return down

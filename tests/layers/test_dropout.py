@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipert.errors import BatchError, ConfigError
-from pipert.hipkernels import bias_dropout_add
-from pipert.layers import Dropout, Part, name_layers
+from pipert.layers import Dropout, name_layers
 from pipert.randomness import Draw, drawing
 
 SHAPE = (8, 64, 32)
@@ -142,71 +141,3 @@ def test_rows_that_are_not_the_samples_are_refused(shape: tuple[int, ...]) -> No
 def test_a_probability_outside_of_0_and_1_is_refused(p: float) -> None:
     with pytest.raises(ConfigError, match="between 0 and 1"):
         Dropout(p)
-
-
-@given(
-    shape=st.lists(st.integers(1, 7), min_size=1, max_size=3),
-    dim=st.integers(1, 3),
-    parts=st.integers(1, 4),
-)
-def test_the_parts_of_a_sample_have_the_parts_of_its_mask(shape: list[int], dim: int, parts: int) -> None:
-    dim = min(dim, len(shape))
-    whole = torch.ones(2, *[size * (parts if i == dim - 1 else 1) for i, size in enumerate(shape)])
-    with drawing(Draw(0, 0, (3, 5))):
-        expected = Dropout(0.5, "d")(whole)
-        pieces = [Dropout(0.5, "d", Part(dim, i, parts))(whole.chunk(parts, dim)[i]) for i in range(parts)]
-    assert torch.equal(torch.cat(pieces, dim), expected)
-
-
-def test_parts_differ_from_each_other_and_replicated_regions_agree() -> None:
-    x = torch.ones(1, 64, 64)
-    with drawing(Draw(0, 0, (0,))):
-        masks_of = [Dropout(0.5, "d", Part(1, i, 2))(x) != 0 for i in range(2)]
-        assert torch.equal(Dropout(0.5, "d")(x), Dropout(0.5, "d")(x))
-    assert agreement(*masks_of) == pytest.approx(0.5, abs=0.05)
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_masks_are_those_of_the_fused_kernel(p: float) -> None:
-    layer, x = Dropout(p, "blocks.0.mlp_dropout"), torch.randn(3, 5, 7)
-    draw = Draw(1, 2, (4, 8, 15))
-    keys = torch.tensor([key - (key >> 63 << 64) for key in layer.keys(draw)])
-    with drawing(draw):
-        assert torch.equal(layer(x) != 0, bias_dropout_add(x, p=p, keys=keys) != 0)
-
-
-@pytest.mark.parametrize("wrong", [(0, 0, 2), (1, 2, 2), (1, -1, 2)])
-def test_a_part_that_is_not_there_is_refused(wrong: tuple[int, int, int]) -> None:
-    with pytest.raises(ConfigError, match="index < parts"):
-        Part(*wrong)
-
-
-def test_a_part_of_a_dimension_that_the_input_does_not_have_is_refused() -> None:
-    with drawing(Draw(0, 0, (0,))), pytest.raises(BatchError, match="no dimension"):
-        Dropout(0.5, "d", Part(2, 0, 2))(torch.ones(1, 4))
-
-
-def test_empty_samples_are_fine() -> None:
-    with drawing(Draw(0, 0, ())):
-        assert Dropout(0.5, "d")(torch.ones(0, 4)).shape == (0, 4)
-    with drawing(Draw(0, 0, (0,))):
-        assert Dropout(0.5, "d", Part(1, 1, 2))(torch.ones(1, 0, 3)).shape == (1, 0, 3)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("part", [None, Part(1, 1, 2), Part(2, 1, 3)])
-def test_masks_are_the_same_on_a_gpu(part: Part | None) -> None:
-    x = torch.randn(3, 5, 7)
-    with drawing(Draw(1, 2, (4, 8, 15))):
-        layer = Dropout(0.3, "d", part)
-        assert torch.equal(layer(x), layer(x.cuda()).cpu())
-
-
-@given(st.integers(1, 9), st.integers(1, 3), st.integers(1, 3))
-def test_the_words_of_other_devices_are_those_of_the_cpu(length: int, index: int, parts: int) -> None:
-    from pipert.layers.dropout import _runs, _words, _words_on
-
-    runs = _runs((3, length), Part(2, min(index, parts) - 1, parts))
-    keys = [2**63 + 5, 7]
-    expected = [_words(key, runs).tolist() for key in keys]
-    assert _words_on(torch.device("cpu"), keys, runs).tolist() == expected
