@@ -14,12 +14,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from pipert.comm.local import run_ranks
     from pipert.comm.mesh import Mesh
+    from pipert.engine.auto import AutoOptions
     from pipert.engine.pipeline import Pipeline
     from pipert.engine.result import StepResult
     from pipert.optim.loss_scale import LossScale
     from pipert.optim.precision import Precision
 
 _HOMES = {
+    "AutoOptions": "pipert.engine.auto",
     "LossScale": "pipert.optim.loss_scale",
     "Mesh": "pipert.comm.mesh",
     "Pipeline": "pipert.engine.pipeline",
@@ -28,7 +30,7 @@ _HOMES = {
     "run_ranks": "pipert.comm.local",
 }
 
-__all__ = ["LossScale", "Mesh", "Pipeline", "Precision", "StepResult", "__version__", "run_ranks"]
+__all__ = ["AutoOptions", "LossScale", "Mesh", "Pipeline", "Precision", "StepResult", "__version__", "run_ranks"]
 
 
 def __getattr__(name: str) -> Any:

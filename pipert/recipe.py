@@ -10,6 +10,7 @@ import torch
 
 from pipert.comm.mesh import Mesh
 from pipert.config import Config
+from pipert.engine.auto import AutoOptions
 from pipert.engine.pipeline import Pipeline
 from pipert.errors import ConfigError
 from pipert.models.gpt import GPT
@@ -60,6 +61,7 @@ def make_pipeline(config: Config, mesh: Mesh, example: object = None, *, dtype: 
         chunks=parallel.chunks,
         example=example,
         recompute=parallel.recompute,
+        auto=AutoOptions(in_flight=parallel.in_flight) if parallel.schedule == "auto" else None,
         seed=config.run.seed,
         dtype=dtype,
     )

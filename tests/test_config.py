@@ -30,6 +30,12 @@ def parsed(*overrides: str, **sections: dict[str, Any]) -> Config:
     return parse_config(settings, overrides)
 
 
+def test_a_searched_schedule_has_as_many_stages_as_it_is_told() -> None:
+    assert parsed(parallel={"pp": 4, "chunks": 2, "schedule": "auto", "in_flight": 3}).parallel.in_flight == 3
+    with pytest.raises(ConfigError, match=r"parallel\.pp 4 × parallel\.chunks 3 = 12 stages"):
+        parsed(parallel={"pp": 4, "chunks": 3, "schedule": "auto"})
+
+
 def test_a_minimal_configuration_has_defaults_for_the_rest() -> None:
     config = parsed()
     assert (config.parallel.world, config.microbatches, config.tokens_per_step) == (1, 16, 256)
@@ -65,6 +71,7 @@ def test_a_minimal_configuration_has_defaults_for_the_rest() -> None:
         ),
         ("data", {"text": [3]}, r"data\.text\.0 is 3; it should be a valid string"),
         ("parallel", {"schedule": "1f1c"}, r"parallel\.schedule: no schedule is called '1f1c'; did you mean '1f1b'"),
+        ("parallel", {"pp": 4, "in_flight": 3}, r"parallel\.in_flight 3 .*schedule is 1f1b; leave it out"),
         ("parallel", {"pp": 4, "chunks": 2}, r"parallel\.schedule: 1f1b puts one stage on a rank"),
         (
             "parallel",

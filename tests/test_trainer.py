@@ -66,6 +66,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pp": 2, "chunks": 2, "schedule": "interleaved"},
     {"pp": 4, "schedule": "gpipe", "micro_batch": 1},
     {"dp": 4},
+    {"pp": 2, "schedule": "auto", "in_flight": 3},
 ]
 
 

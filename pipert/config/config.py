@@ -52,7 +52,9 @@ class Config:
             )
         else:
             try:
-                stages = generate(self.parallel.schedule, pp, 1, chunks).num_stages
+                # A searched one puts as many on a rank as it is told, or finds out itself how many there may be.
+                auto = self.parallel.schedule == "auto"
+                stages = pp * chunks if auto else generate(self.parallel.schedule, pp, 1, chunks).num_stages
             except ScheduleError as error:
                 yield f"parallel.schedule: {error}"
             else:
@@ -62,6 +64,11 @@ class Config:
                         f"model.layers {layers}; every stage needs a layer, so use pp <= {layers * pp // stages} or "
                         "another schedule"
                     )
+        if self.parallel.in_flight is not None and self.parallel.schedule != "auto":
+            yield (
+                f"parallel.in_flight {self.parallel.in_flight} limits a searched schedule, but parallel.schedule is "
+                f'{self.parallel.schedule}; leave it out, or use schedule = "auto"'
+            )
         if self.model.heads % tp:
             yield (
                 f"model.heads {self.model.heads} / parallel.tp {tp} leaves {self.model.heads % tp} over; "

@@ -81,8 +81,10 @@ class ParallelConfig(Section):
         pp: pipeline ranks.
         dp: data-parallel replicas.
         tp: tensor-parallel ranks.
-        schedule: name of the pipeline schedule (`pipert schedule show` lists them).
-        chunks: stages a pipeline rank.
+        schedule: name of the pipeline schedule (`pipert schedule list` shows them), or ``"auto"``: searched for the
+            measured times of the model's blocks.
+        chunks: stages a pipeline rank; 1 leaves a searched schedule the choice between one and two.
+        in_flight: for a searched schedule, the most micro-batches whose activations a rank keeps; default ``pp``.
         micro_batch: sequences a micro-batch.
         recompute: activations computed again in the backward pass instead of kept: none, those inside each block, or
             everything inside a stage.
@@ -93,6 +95,7 @@ class ParallelConfig(Section):
     tp: AtLeastOne = 1
     schedule: str = "1f1b"
     chunks: AtLeastOne = 1
+    in_flight: AtLeastOne | None = None
     micro_batch: AtLeastOne = 1
     recompute: Literal["none", "block", "full"] = "none"
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from pipert.comm.mesh import Mesh
 from pipert.comm.transport import Transport
+from pipert.engine.halves import second_half
 from pipert.engine.kernels import prepare
 from pipert.engine.parameters import ParameterBook, Tie, find_ties, ranks_of
 from pipert.engine.refusals import together
@@ -52,8 +53,15 @@ class Parts:
     tie_groups: tuple[Transport | None, ...]
 
 
-def weigh(traced: TracedModel, settings: Settings, mesh: Mesh, stages: int) -> ModelGraph:
+def weigh(traced: TracedModel, settings: Settings, mesh: Mesh, stages: int, halves: bool = False) -> ModelGraph:
     """The graph with costs: measured by rank 0 on its example, else estimated; the same on every rank.
+
+    Args:
+        traced: the model.
+        settings: what the user said.
+        mesh: all ranks.
+        stages: how many there will be, at least.
+        halves: whether the times of a backward's halves are wanted.
 
     Raises:
         ConfigError: the ranks were given different models or arguments.
@@ -67,7 +75,7 @@ def weigh(traced: TracedModel, settings: Settings, mesh: Mesh, stages: int) -> M
 
     def measure() -> ModelGraph:
         if mesh.world.rank == 0 and settings.example is not None and stages > 1:
-            return profile(traced, settings.example, materialise=fill)
+            return profile(traced, settings.example, materialise=fill, second_half=second_half if halves else None)
         return estimate(traced.graph)
 
     graph = together(mesh.world, measure)

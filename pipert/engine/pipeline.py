@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from pipert.comm.mesh import Mesh
+from pipert.engine.auto import AutoOptions
 from pipert.engine.build import build, weigh
 from pipert.engine.loss import CountFunction, LossFunction, Widened, default_count
 from pipert.engine.norm import gradient_norm, multiply
+from pipert.engine.planner import Planner
 from pipert.engine.programs import ProgramKey, Programs, ScheduleSource
 from pipert.engine.refusals import together
 from pipert.engine.result import StepResult
@@ -24,7 +26,7 @@ from pipert.engine.stage import Recompute, Stage, warm_up
 from pipert.engine.timings import gather
 from pipert.errors import ConfigError
 from pipert.graph.model_graph import ModelGraph
-from pipert.graph.stage import StageModule
+from pipert.graph.stage import StageModule, TracedModel
 from pipert.graph.trace import trace
 from pipert.optim.loss_scale import Decision, LossScale, LossScaler, check_max_norm, clip_factor
 from pipert.optim.precision import HALF, Precision
@@ -32,7 +34,9 @@ from pipert.partition.limits import StageLimit
 from pipert.partition.partition import Partition
 from pipert.partition.solve import partition_graph
 from pipert.scheduler.action import Kind
+from pipert.scheduler.costs import Costs
 from pipert.scheduler.schedule import Schedule
+from pipert.scheduler.search import Found
 from pipert.scheduler.semantics import Semantics
 from pipert.scheduler.timeline import Timeline
 from pipert.scheduler.verify import Proof
@@ -63,9 +67,9 @@ class Pipeline:
         loss_fn: ``loss_fn(output, target)``, the mean over what ``count_fn`` counts.
         mesh: the ranks.
         schedule: a name of `pipert.scheduler.generators.registry` (``1f1b``, ``interleaved``, ``zb-h1``, ``zb-v``, …),
-            a `Schedule`, or a function (ranks, microbatches) -> Schedule.
+            a `Schedule`, a function (ranks, microbatches) -> Schedule, or ``auto``: searched for the stages' times.
         microbatches: into how many a batch is split, at most.
-        chunks: stages a rank, for schedules by name; those in a V have two by themselves.
+        chunks: stages a rank, for schedules by name; those in a V have two by themselves; 1 leaves ``auto`` the choice.
         cuts: own cuts: the number of blocks of each stage, or the first block of each stage but the first.
         example: inputs of one micro-batch, to measure the blocks with; otherwise their times are estimated.
         recompute: keep all activations (``none``), only those between blocks (``block``) or between stages (``full``).
@@ -81,6 +85,7 @@ class Pipeline:
             declares. Gradients of half-precision parameters are added up in fp32 in any case, unless a Precision says
             otherwise.
         loss_scale: how the loss scale moves; default ``LossScale()`` where there are fp16 parameters, else 1.
+        auto: what ``schedule="auto"`` may do; by default it takes 1F1B's memory.
 
     Attributes:
         mesh: the ranks.
@@ -113,8 +118,11 @@ class Pipeline:
         dtype: torch.dtype | None = None,
         precision: Precision | str | None = None,
         loss_scale: LossScale | None = None,
+        auto: AutoOptions | None = None,
     ) -> None:
-        def decide() -> tuple[Settings, Programs, Any]:
+        self.mesh, searched = mesh, schedule == "auto"
+
+        def decide() -> tuple[Settings, Programs | None, TracedModel]:
             where = usable_device(device)
             exact = Precision.of(precision, dtype)
             settings = Settings(
@@ -132,18 +140,20 @@ class Pipeline:
                 dtype if exact is None else exact.parameters,
                 exact,
                 loss_scale,
+                auto,
             )
-            semantics = Semantics(**mesh.pp_group.semantics)  # type: ignore[arg-type]
-            programs = Programs(schedule, mesh.pp, microbatches, chunks, semantics, reduce=mesh.dp > 1)
+            made = None if searched else self._make_programs(schedule, microbatches, chunks)
             traced = trace(model, example)
             if settings.dtype is not None:
                 name, itemsize = str(settings.dtype).removeprefix("torch."), settings.dtype.itemsize
                 traced = replace(traced, graph=traced.graph.in_dtype(name, itemsize))
-            return settings, programs, traced
+            return settings, made, traced
 
-        self.mesh = mesh
-        self._settings, self._programs, traced = together(mesh.world, decide)
-        self.graph = weigh(traced, self._settings, mesh, self._programs.placement.num_stages)
+        self._settings, programs, traced = together(mesh.world, decide)
+        stages = mesh.pp if programs is None else programs.placement.num_stages
+        self.graph = weigh(traced, self._settings, mesh, stages, halves=searched)
+        self._planner = Planner(mesh, self._settings, self.graph, self._semantics)
+        self._programs = programs or self._make_programs(self._planner.choose(), microbatches, 1)
         self.partition: Partition = together(mesh.world, self._cut)
         parts = build(traced, self.graph, self.partition.assignment, self._programs.placement, mesh, self._settings)
         self.proof: Proof = together(mesh.world, lambda: self._programs.proof(self._usual(parts.ties)))
@@ -156,6 +166,13 @@ class Pipeline:
         self.loss_scale = LossScaler(loss_scale or (LossScale() if _has_fp16(self.graph) else None))
 
     # ---- construction ----------------------------------------------------------------------------------------------
+
+    def _make_programs(self, source: ScheduleSource, microbatches: int, chunks: int) -> Programs:
+        return Programs(source, self.mesh.pp, microbatches, chunks, self._semantics, reduce=self.mesh.dp > 1)
+
+    @property
+    def _semantics(self) -> Semantics:
+        return Semantics(**self.mesh.pp_group.semantics)  # type: ignore[arg-type]
 
     def _cut(self) -> Partition:
         placement = self._programs.placement
@@ -278,8 +295,47 @@ class Pipeline:
     # ---- what it looks like ----------------------------------------------------------------------------------------
 
     def table(self) -> str:
-        """The stages with their first and last block, parameters, expected time and memory."""
-        return self.partition.table()
+        """The stages with their first and last block, parameters, expected time and memory; how a search went."""
+        lines = [self.partition.table()]
+        if self.found is not None:
+            lines.append(f"stages on ranks {self._programs.placement}; {self.found}")
+        return "\n".join(lines)
+
+    @property
+    def found(self) -> Found | None:
+        """The searched schedule for the usual number of micro-batches, its makespan and bound; None if by name."""
+        plan = self._programs.plan
+        return None if plan is None else plan.find(self._settings.microbatches)
+
+    def measured_costs(self) -> Costs:
+        """What each stage took in the last `step`, by kind of action, and what messages take now. Every rank calls it.
+
+        Give them to another run, as ``AutoOptions(costs=…)``, or to the simulator. Where backwards were whole, they are
+        divided as the blocks' expected times are.
+
+        Raises:
+            ConfigError: there was no step yet.
+        """
+        return self._planner.costs(self.timeline(), self.partition, self._programs.placement)
+
+    def replan(self, auto: AutoOptions | None = None) -> Found:
+        """Search a schedule for the times that the last `step` took; the next steps follow it. Every rank calls it.
+
+        The stages stay where they are. The schedule may be saved (`pipert.scheduler.formats.text.dumps`) and given to
+        another run, with ``cuts=pipe.partition.counts``.
+
+        Args:
+            auto: memory limits and effort; default those of the pipeline.
+
+        Raises:
+            ConfigError: there was no step yet, or a rank has too little memory for one micro-batch.
+        """
+        placement = self._programs.placement
+        self._programs.replace(self._planner.again(self.timeline(), self.partition, placement, auto))
+        self._session.forget_programs()
+        self.proof = together(self.mesh.world, lambda: self._programs.proof(self._usual(self._parts.ties)))
+        assert self.found is not None
+        return self.found
 
     def timeline(self) -> Timeline:
         """When every action of the last `step` ran, on the ranks of this pipeline. Every rank calls it.

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipert.engine.auto import AutoPlan
 from pipert.errors import BatchError, ConfigError
 from pipert.scheduler.action import Action, Kind
 from pipert.scheduler.generators.registry import generate
@@ -103,7 +104,7 @@ class Programs:
 
     def _lower(self, key: ProgramKey) -> Program:
         evaluation = key.trainable_from == self.placement.num_stages
-        if evaluation and isinstance(self._source, Schedule) and self._source.microbatches != key.microbatches:
+        if evaluation and not self._has(key.microbatches):
             schedule = forward_schedule(self.placement, key.microbatches)
         else:
             schedule = self._generate(key.microbatches)
@@ -122,6 +123,22 @@ class Programs:
             meta=range(key.microbatches) if key.sizes else (),
             prefetch=0 if key.sizes else 1,
         )
+
+    def _has(self, microbatches: int) -> bool:
+        """Whether there is a schedule for so many micro-batches without a search, which no evaluation is worth."""
+        if self.plan is not None:
+            return microbatches in self.plan.found
+        return not isinstance(self._source, Schedule) or self._source.microbatches == microbatches
+
+    @property
+    def plan(self) -> AutoPlan | None:
+        """Where schedules come from, if they are searched for."""
+        return self._source if isinstance(self._source, AutoPlan) else None
+
+    def replace(self, source: ScheduleSource) -> None:
+        """From now on schedules come from elsewhere; they have the same placement."""
+        self._source, self._chunks = source, 1
+        self._proofs.clear()
 
     def _generate(self, microbatches: int) -> Schedule:
         if isinstance(self._source, str):

@@ -118,6 +118,10 @@ class Session:
         tell(f"the trainer's own code, after {name} {call.step}")
         return result
 
+    def forget_programs(self) -> None:
+        """The schedules have changed: make the executors of the next steps anew."""
+        self._executors.clear()
+
     def _failing(self, work: Callable[[], _Result]) -> _Result:
         """Do some work; if it fails, the whole job does."""
         try:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from pipert.engine.auto import AutoOptions
 from pipert.engine.loss import Averaging, CountFunction, LossFunction
 from pipert.engine.programs import ScheduleSource
 from pipert.engine.stage import Recompute
@@ -40,12 +41,15 @@ class Settings:
     dtype: torch.dtype | None
     precision: Precision | None = None
     loss_scale: LossScale | None = None
+    auto: AutoOptions | None = None
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "chunks"):
             check_positive(name, getattr(self, name))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed = {self.seed!r} must be an integer")
+        if self.auto is not None and self.schedule != "auto":
+            raise ConfigError(f'auto = … goes with schedule = "auto", not {self.schedule!r:.60}; leave one of them out')
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             raise ConfigError(f"dtype = {self.dtype!r} is no torch.dtype; use torch.float32, torch.bfloat16, ...")
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
@@ -83,6 +87,7 @@ class Settings:
             "dtype": str(self.dtype),
             "precision": str(self.precision),
             "loss_scale": str(self.loss_scale),
+            "auto": repr(self.auto),
         }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipert.graph.model_graph import Block, ModelGraph
 
 _FLOPS_PER_SECOND = 1e12
@@ -29,12 +31,15 @@ def estimate(graph: ModelGraph) -> ModelGraph:
     work = [_operations(block) for block in graph.blocks]
     overhead = _OVERHEAD * max(work) or 1.0
     forward = [(w + overhead) / _FLOPS_PER_SECOND for w in work]
-    backward, flowing = [], False
+    backward, weights, flowing = [], [], False
     for block, seconds in zip(graph.blocks, forward, strict=True):
         trainable = any(p.trainable for p in block.parameters)
         backward.append(seconds * (flowing + trainable))
+        weights.append(seconds * trainable)
         flowing = flowing or trainable
-    return graph.with_costs(forward, backward, "estimated")
+    costed = graph.with_costs(forward, backward, "estimated")
+    blocks = (replace(b, weight_gradient=w) for b, w in zip(costed.blocks, weights, strict=True))
+    return replace(costed, blocks=tuple(blocks))
 
 
 def _operations(block: Block) -> float:

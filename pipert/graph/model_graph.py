@@ -88,6 +88,7 @@ class Block:
         forward: seconds of one micro-batch's forward, None while unknown.
         backward: seconds of one micro-batch's backward, None while unknown.
         activation_bytes: bytes that one micro-batch's forward keeps for its backward, None while unknown.
+        weight_gradient: seconds of the backward that can be put off: the second half; None while unknown.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Block:
     forward: float | None = None
     backward: float | None = None
     activation_bytes: int | None = None
+    weight_gradient: float | None = None
 
     @cached_property
     def numel(self) -> int:

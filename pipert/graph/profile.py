@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from time import perf_counter
 from typing import Any
 
@@ -24,14 +24,25 @@ from pipert.graph.trace import tensor_specs
 Materialise = Callable[[nn.Module, str], object]
 """``materialise(module, prefix)`` fills a block's parameters on ``meta`` in place; ``prefix`` is its path or ``""``."""
 
+SecondHalf = Callable[[nn.Module, Sequence[Any]], float]
+"""``second_half(module, arguments)`` runs a block, its backward in two halves, and returns the second one's seconds."""
+
 
 @dataclass(frozen=True)
 class BlockCost:
-    """What one micro-batch costs in a block: seconds, seconds, and bytes kept from forward to backward."""
+    """What one micro-batch costs in a block.
+
+    Attributes:
+        forward: seconds.
+        backward: seconds.
+        activation_bytes: bytes kept from forward to backward.
+        weight_gradient: seconds of the backward that can be put off; None if unknown.
+    """
 
     forward: float
     backward: float
     activation_bytes: int = 0
+    weight_gradient: float | None = None
 
 
 def profile(
@@ -41,6 +52,7 @@ def profile(
     given: Mapping[str, BlockCost] | None = None,
     materialise: Materialise | None = None,
     repeats: int = 5,
+    second_half: SecondHalf | None = None,
 ) -> ModelGraph:
     """Run an example micro-batch through the blocks and measure each.
 
@@ -55,6 +67,7 @@ def profile(
         given: costs of some blocks by name, taken instead of measuring.
         materialise: needed where parameters are on ``meta``.
         repeats: the fastest of this many runs counts, after one to warm up: whatever disturbs a run makes it longer.
+        second_half: how a backward is run in two halves, if their times are wanted.
 
     Returns:
         The graph with times in seconds, bytes kept for the backward (what autograd saves, each storage once, parameters
@@ -68,15 +81,15 @@ def profile(
     unknown = sorted(set(given) - set(traced.blocks))
     if unknown:
         raise GraphError(f"costs given for unknown blocks {', '.join(unknown)}; blocks are {', '.join(traced.blocks)}")
-    bench = _Bench(traced, given, materialise, max(1, repeats))
+    bench = _Bench(traced, given, materialise, max(1, repeats), second_half)
     whole = stage_module(traced, 0, [list(traced.blocks)], call=bench.call)
     tensors = [t for t in tree_leaves(example) if isinstance(t, torch.Tensor)]
     devices = {t.device.index for t in (*tensors, *traced.model.parameters()) if t.is_cuda}
     with _random_states(sorted(devices)), torch.enable_grad():
         whole(example)
     blocks = tuple(
-        replace(b, forward=c.forward, backward=c.backward, activation_bytes=c.activation_bytes)
-        for b, c in ((b, bench.costs[b.name]) for b in traced.graph.blocks)
+        replace(b, **{item.name: getattr(cost, item.name) for item in fields(cost)})
+        for b, cost in ((b, bench.costs[b.name]) for b in traced.graph.blocks)
     )
     edges = tuple(replace(e, tensors=bench.tensors(e)) for e in traced.graph.edges)
     return replace(traced.graph, blocks=blocks, edges=edges, costs="measured")
@@ -90,6 +103,7 @@ class _Bench:
     given: Mapping[str, BlockCost]
     materialise: Materialise | None
     repeats: int
+    second_half: SecondHalf | None
     costs: dict[str, BlockCost] = field(default_factory=dict)
     specs: dict[str, tuple[TensorSpec, ...]] = field(default_factory=dict)
     known: dict[object, tuple[Any, BlockCost]] = field(default_factory=dict)
@@ -105,7 +119,9 @@ class _Bench:
         self.specs.update(zip(wire.reads, map(tensor_specs, values), strict=True))
         key = (self.keys[name], tuple(map(_structure, values)), name in self.given)
         if key not in self.known:
-            self.known[key] = _measure(self._copy(name, module), values, 0 if name in self.given else self.repeats)
+            copy, repeats = self._copy(name, module), 0 if name in self.given else self.repeats
+            result, cost = _measure(copy, values, repeats)
+            self.known[key] = result, replace(cost, weight_gradient=self._weight_gradient(copy, values, cost, repeats))
         result, cost = self.known[key]
         self.costs[name] = self.given.get(name, cost)
         self.specs.update(zip(wire.writes, map(tensor_specs, result), strict=True) if wire.writes else ())
@@ -121,6 +137,13 @@ class _Bench:
                 )
             self.materialise(copy, self.traced.blocks[name].prefix.removesuffix("."))
         return copy
+
+    def _weight_gradient(self, module: nn.Module, values: Sequence[Any], cost: BlockCost, repeats: int) -> float | None:
+        if self.second_half is None or not repeats:
+            return None
+        if not _inputs(values)[0]:  # there is no first half
+            return cost.backward
+        return min(cost.backward, *(self.second_half(module, _inputs(values)[1]) for _ in range(repeats)))
 
     def tensors(self, edge: Edge) -> tuple[TensorSpec, ...]:
         """Specs of what runs along an edge; of a chain's values, which have no names, the reader's."""
