@@ -35,10 +35,24 @@ class Kind(IntEnum):
     RECV_META = 9  #: receive the sizes of a forward message
     REDUCE = 10  #: sum the stage's gradients over its data-parallel replicas, those of tied weights apart
     TIE = 11  #: sum a tied weight's gradients over all copies and replicas (the number is the tie's)
+    # A spread vocabulary (docs/vocabulary.md): every rank does each of these, at its first stage.
+    S = 12  #: logits of the rank's shard of the head, their largest and sum of exponentials, its input gradient
+    T = 13  #: weight gradient of the rank's shard of the head
+    G = 14  #: weight gradient of the rank's shard of the embedding
+    CAST_H = 15  #: the last stage's output goes to every rank
+    STATS = 16  #: every rank gets every shard's statistics of the softmax
+    SUM_H = 17  #: the sum of all shards' input gradients goes to the last stage
+    SUM_E = 18  #: each rank looks up what its shard of the embedding has; the sum goes to the first stage
+    CAST_E = 19  #: the gradient of the first stage's input goes to every rank
 
     @property
     def is_compute(self) -> bool:
-        """Whether the action computes (and so may appear in a `Schedule`)."""
+        """Whether the action computes."""
+        return self.is_scheduled or self in VOCABULARY_WORK
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether the action computes for a stage, and so may appear in a `Schedule`."""
         return self <= Kind.W
 
     @property
@@ -56,6 +70,11 @@ class Kind(IntEnum):
         """Whether the text form carries a number behind the kind."""
         return self is not Kind.REDUCE
 
+
+#: What a spread vocabulary adds to the computations of a rank,
+VOCABULARY_WORK = (Kind.S, Kind.T, Kind.G)
+#: and the collectives of all ranks between them.
+VOCABULARY_COLLECTIVES = (Kind.CAST_H, Kind.STATS, Kind.SUM_H, Kind.SUM_E, Kind.CAST_E)
 
 #: The other end of each message: kind there, and that end's stage minus this end's.
 COUNTERPART: dict[Kind, tuple[Kind, int]] = {

@@ -14,6 +14,18 @@ from pipert.scheduler.action import COUNTERPART, Kind
 from pipert.scheduler.dependencies import TELLS
 from pipert.scheduler.errors import CostError
 
+#: The cost of each action of a spread vocabulary.
+_VOCABULARY = {
+    Kind.S: "logits",
+    Kind.T: "head_gradient",
+    Kind.G: "embedding_gradient",
+    Kind.CAST_H: "broadcast",
+    Kind.CAST_E: "broadcast",
+    Kind.STATS: "statistics",
+    Kind.SUM_H: "total",
+    Kind.SUM_E: "total",
+}
+
 PerStage: TypeAlias = float | Sequence[float]
 Seconds = npt.NDArray[np.float64]
 
@@ -32,6 +44,12 @@ class Costs:
         meta: the hand-over of sizes, likewise.
         reduce: REDUCE of a stage.
         tie: TIE of a stage.
+        logits: S of a rank; these six are one number, or one for each stage (that of the rank's first stage counts).
+        head_gradient: T, likewise.
+        embedding_gradient: G, likewise.
+        broadcast: CAST_H and CAST_E, likewise.
+        statistics: STATS, likewise.
+        total: SUM_H and SUM_E, likewise.
 
     Raises:
         CostError: a value is no duration: not a number, not finite, or negative.
@@ -45,6 +63,12 @@ class Costs:
     meta: PerStage = 0.0
     reduce: PerStage = 0.0
     tie: PerStage = 0.0
+    logits: PerStage = 0.0
+    head_gradient: PerStage = 0.0
+    embedding_gradient: PerStage = 0.0
+    broadcast: PerStage = 0.0
+    statistics: PerStage = 0.0
+    total: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -69,6 +93,8 @@ class Costs:
         table = np.zeros((len(Kind), num_stages))
         table[Kind.F], table[Kind.B], table[Kind.I], table[Kind.W] = rows["forward"], rows["backward"], inputs, weights
         table[Kind.REDUCE], table[Kind.TIE] = rows["reduce"], rows["tie"]
+        for kind, name in _VOCABULARY.items():
+            table[kind] = rows[name]
         for kind, (_, offset) in COUNTERPART.items():
             boundary = rows["meta" if kind in TELLS else "comm"]
             table[kind] = boundary if offset > 0 else np.roll(boundary, 1)

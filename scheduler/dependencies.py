@@ -67,6 +67,26 @@ BRINGS: dict[tuple[ValueKind, int], Kind] = {
 }
 
 
+#: The kinds that add to the weight gradients of their stage.
+ADDS_WEIGHT = (*(kind for kind, values in MAKES.items() if ValueKind.WEIGHT in values), Kind.T, Kind.G)
+
+#: For the actions of a spread vocabulary: the collective of the same micro-batch that each waits for on its rank,
+AWAITS: dict[Kind, Kind] = {Kind.S: Kind.CAST_H, Kind.SUM_H: Kind.STATS, Kind.T: Kind.STATS, Kind.G: Kind.CAST_E}
+#: and the computation of the same rank that must stand before it.
+FOLLOWS: dict[Kind, Kind] = {Kind.STATS: Kind.S, Kind.SUM_H: Kind.S, Kind.T: Kind.S}
+#: The value that a collective takes from the first or the last stage, on whose rank it stands behind its maker,
+TAKES: dict[Kind, tuple[ValueKind, int]] = {
+    Kind.CAST_H: (ValueKind.ACTIVATION, -1),
+    Kind.CAST_E: (ValueKind.GRADIENT, 0),
+}
+#: and the collective that the computations of the first or the last stage wait for: (stage, kind) -> collective.
+GIVES: dict[tuple[int, Kind], Kind] = {
+    (0, Kind.F): Kind.SUM_E,
+    (-1, Kind.B): Kind.SUM_H,
+    (-1, Kind.I): Kind.SUM_H,
+}
+
+
 def needs(action: Action, num_stages: int) -> Iterator[Value]:
     """The values that a compute action needs (the first stage's input and the loss are always there)."""
     for kind, offset in NEEDS[action.kind]:

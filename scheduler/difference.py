@@ -49,7 +49,7 @@ class Difference:
         if a.microbatches != b.microbatches:
             yield f"{a.microbatches} micro-batches in a, {b.microbatches} in b"
         if isinstance(a, Program) and isinstance(b, Program):
-            for name in ("trainable_from", "ties"):
+            for name in ("trainable_from", "ties", "vocabulary"):
                 mine, theirs = getattr(a, name), getattr(b, name)
                 if mine != theirs:
                     yield f"{name} is {mine} in a, {theirs} in b"

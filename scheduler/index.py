@@ -14,6 +14,7 @@ from pipert.scheduler.dependencies import MAKES, ValueKind
 from pipert.scheduler.program import Program
 from pipert.scheduler.row import ActionRow, Codes
 from pipert.scheduler.schedule import Schedule
+from pipert.scheduler.vocabulary import VOCABULARY_KINDS, home_stages
 
 Table = npt.NDArray[np.int32]  # positions, or -1
 Mask = npt.NDArray[np.bool_]
@@ -62,6 +63,15 @@ class Index:
         """The first stage with a backward; within the stages even if the target has it elsewhere."""
         first = self.target.trainable_from if isinstance(self.target, Program) else 0
         return min(max(first, 0), self.num_stages)
+
+    @cached_property
+    def reducible(self) -> Mask:
+        """For each stage whether there are weight gradients to reduce: its own, or those of its rank's shard."""
+        stages: Mask = np.arange(self.num_stages) >= self.trainable_from
+        spread = self.target.vocabulary if isinstance(self.target, Program) else None
+        if spread is not None and spread.trained:
+            stages[list(home_stages(self.target.placement))] = True
+        return stages
 
     def table(self, kind: Kind) -> Table:
         """Positions of all actions of `kind`, ``[stages, microbatches]``, −1 where there is none."""
@@ -143,7 +153,9 @@ def _widths(target: Schedule | Program) -> npt.NDArray[np.int64]:
     """For each kind how many numbers its actions may carry; 0 for what is no kind or has no place in the target."""
     program = target if isinstance(target, Program) else None
     widths = np.zeros(KIND_MASK + 1, dtype=np.int64)
-    widths[[kind for kind in Kind if kind.is_compute or program]] = max(target.microbatches, 0)
+    widths[[kind for kind in Kind if kind.is_scheduled or program]] = max(target.microbatches, 0)
+    if program and program.vocabulary is None:
+        widths[list(VOCABULARY_KINDS)] = 0
     widths[Kind.REDUCE] = 1 if program else 0
     widths[Kind.TIE] = len(program.ties) if program else 0
     return widths

@@ -9,6 +9,7 @@ from pipert.scheduler.placement import Placement
 from pipert.scheduler.row import ActionRow
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.semantics import Semantics
+from pipert.scheduler.vocabulary import Vocabulary
 
 Span = tuple[int, int]
 
@@ -29,6 +30,7 @@ class Program:
         trainable_from: stages below this one have no trainable weight: no backward there, and no gradient goes down to
             them. ``num_stages`` means forward only (evaluation).
         ties: for every group of tied weights the stages that hold a copy.
+        vocabulary: embedding and head are spread over all ranks; None where they are blocks of stages.
     """
 
     schedule: Schedule
@@ -37,6 +39,7 @@ class Program:
     groups: tuple[tuple[Span, ...], ...] = ()
     trainable_from: int = 0
     ties: tuple[tuple[int, ...], ...] = ()
+    vocabulary: Vocabulary | None = None
 
     def __post_init__(self) -> None:
         if self.groups and not any(self.groups):  # one spelling of "no groups", so that equal programs compare equal

@@ -95,8 +95,8 @@ class ActionRow(Sequence[Action]):
         return hash(self._codes.tobytes())
 
     def computations(self) -> ActionRow:
-        """The compute actions alone."""
-        return ActionRow.from_codes(self._codes[np.isin(self.kinds, [kind for kind in Kind if kind.is_compute])])
+        """The computations of stages alone."""
+        return ActionRow.from_codes(self._codes[np.isin(self.kinds, [kind for kind in Kind if kind.is_scheduled])])
 
     def words(self) -> list[str]:
         """The text form of every action."""

@@ -20,6 +20,7 @@ from pipert.scheduler.row import ActionRow, Codes
 Seconds = npt.NDArray[np.float64]
 
 _FORMAT = "pipert-timeline"
+_COMPUTES = np.array([kind.is_compute for kind in Kind])
 
 
 class Lane(NamedTuple):
@@ -111,9 +112,8 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """For each rank the time it computes (F, B, I, W)."""
-        computes = self.codes >> KIND_SHIFT & KIND_MASK <= Kind.W
-        seconds = np.where(computes, self.ends - self.starts, 0.0)
+        """For each rank the time it computes."""
+        seconds = np.where(_COMPUTES[self.codes >> KIND_SHIFT & KIND_MASK], self.ends - self.starts, 0.0)
         return tuple(float(seconds[start:stop].sum()) for start, stop in pairwise(self.offsets.tolist()))
 
     @property
@@ -162,7 +162,7 @@ class Timeline:
 
     def computation(self) -> Timeline:
         """The same without messages and collectives."""
-        keep = self.codes >> KIND_SHIFT & KIND_MASK <= Kind.W
+        keep = _COMPUTES[self.codes >> KIND_SHIFT & KIND_MASK]
         counts = [int(keep[start:stop].sum()) for start, stop in pairwise(self.offsets.tolist())]
         offsets = np.cumsum([0, *counts], dtype=np.int64)
         return Timeline(self.name, offsets, self.codes[keep], self.starts[keep], self.ends[keep])

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipert.scheduler.action import Action, Kind
+from pipert.scheduler.action import Action
 from pipert.scheduler.dependencies import Value, ValueKind, makers
 from pipert.scheduler.index import Index
 from pipert.scheduler.play import PlayedProgram, PlayedSchedule
-from pipert.scheduler.wiring import Wiring, messages
+from pipert.scheduler.wiring import Wiring, queues
 from pipert.scheduler.worklist import STARTED, WAITING, Positions
 
 #: A wait leads to others: their position, and the words between.
@@ -163,8 +163,8 @@ class _Stuck:
         members = self._unit(position)
         if members[-1] >= self._played.cursors[rank]:
             after = int(self._played.blocked[rank])
-            tied = self._wiring.index.action(position).kind is Kind.TIE
-            who = "and" if not elsewhere else f"while rank {rank}" if tied else "which"
+            message = self._wiring.index.action(position).kind.is_message
+            who = "and" if not elsewhere else "which" if message else f"while rank {rank}"
             yield after, f", {who} waits in {self.words(after)}"
             return
         for member in members:
@@ -180,7 +180,7 @@ class _Stuck:
     def _ahead(self, rank: int, position: int) -> Iterator[int]:
         """The first operation of the queue that an operation is in, of those that are not complete."""
         if rank not in self._queues:
-            self._queues[rank] = list(messages(self._wiring.index, rank).queues(self._wiring.semantics))
+            self._queues[rank] = list(queues(self._wiring.index, rank, self._wiring.semantics))
         for queue in self._queues[rank]:
             place = int(np.searchsorted(queue, position))
             if place < len(queue) and queue[place] == position:

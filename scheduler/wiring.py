@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipert.scheduler.action import COUNTERPART, KIND_MASK, KIND_SHIFT, STAGE_SHIFT, Kind
-from pipert.scheduler.dependencies import BRINGS, NEEDS, TELLS
+from pipert.scheduler.action import COUNTERPART, KIND_MASK, KIND_SHIFT, STAGE_SHIFT, VOCABULARY_COLLECTIVES, Kind
+from pipert.scheduler.dependencies import AWAITS, BRINGS, GIVES, NEEDS, TELLS
 from pipert.scheduler.index import Index
 from pipert.scheduler.program import Program
 from pipert.scheduler.semantics import Semantics
@@ -22,6 +22,7 @@ for _kind, (_end, _offset) in COUNTERPART.items():
     _ACROSS[_kind] = (_end - _kind << KIND_SHIFT) + (_offset << STAGE_SHIFT)
 _IS_SEND = np.array([kind.is_send for kind in Kind])
 _IS_MESSAGE = np.array([kind.is_message for kind in Kind])
+_IS_SPREAD = np.array([kind in VOCABULARY_COLLECTIVES for kind in Kind])
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +71,21 @@ def messages(index: Index, rank: int) -> Messages:
     return Messages(positions, peers, _IS_SEND[kinds])
 
 
+def collectives(index: Index, rank: int) -> Positions:
+    """The positions of a rank's collectives of all ranks, which share a queue of their own, in order."""
+    start, stop = index.offsets[rank], index.offsets[rank + 1]
+    here = np.flatnonzero(_IS_SPREAD[index.codes[start:stop] >> KIND_SHIFT & KIND_MASK])
+    positions: Positions = (here + start).astype(np.int32)
+    return positions
+
+
+def queues(index: Index, rank: int, semantics: Semantics) -> Iterator[Positions]:
+    """The positions of a rank's operations that share a queue, for each queue."""
+    yield from messages(index, rank).queues(semantics)
+    if len(together := collectives(index, rank)):
+        yield together
+
+
 def counterparts(codes: Ints) -> Ints:
     """The packed other ends of packed messages."""
     ends: Ints = codes + _ACROSS[codes >> KIND_SHIFT & KIND_MASK]
@@ -100,8 +116,10 @@ def wire(index: Index, program: Program) -> Wiring:
     _feed(index, needs)
     _pair(index, program.semantics, rows, ring)
     _join_collectives(index, needs, ring)
-    for row in rows:
-        for queue in row.queues(program.semantics):
+    if program.vocabulary is not None:
+        _spread(index, needs, ring)
+    for rank in range(program.num_ranks):
+        for queue in queues(index, rank, program.semantics):
             _line_up(queue, unit, behind, pending)
     return Wiring(index, program.semantics, needs, ring, unit, behind, pending)
 
@@ -164,6 +182,20 @@ def _join_collectives(index: Index, needs: Positions, ring: Positions) -> None:
         last_of_rank = {index.locate(position)[0]: position for position in np.sort(column[column >= 0]).tolist()}
         members = list(last_of_rank.values())
         ring[members] = members[1:] + members[:1]
+
+
+def _spread(index: Index, needs: Positions, ring: Positions) -> None:
+    """Join the ranks of every collective of the vocabulary, and let its actions wait for them."""
+    for kind, awaited in AWAITS.items():
+        _wait(index.table(kind), index.table(awaited), needs)
+    for (stage, kind), awaited in GIVES.items():
+        if index.has(kind) and index.has(awaited):
+            home = int(np.argmax(index.owners == index.owners[stage]))
+            _wait(index.table(kind)[stage], index.table(awaited)[home], needs)
+    for kind in filter(index.has, VOCABULARY_COLLECTIVES):
+        table = index.table(kind)
+        members = table[(table >= 0).any(axis=1)]
+        ring[members] = np.roll(members, -1, axis=0)
 
 
 def _line_up(queue: Positions, unit: Positions, behind: Positions, pending: Positions) -> None:

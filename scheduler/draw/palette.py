@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import colorsys
 
-from pipert.scheduler.action import Kind
+from pipert.scheduler.action import VOCABULARY_COLLECTIVES, Kind
 
 #: Hue in degrees, lightness and saturation of each kind; white text can be read on them, and they on light and dark.
 _TONES: dict[Kind, tuple[float, float, float]] = {
@@ -14,6 +14,10 @@ _TONES: dict[Kind, tuple[float, float, float]] = {
     Kind.W: (168, 0.33, 0.48),
     Kind.REDUCE: (268, 0.52, 0.45),
     Kind.TIE: (268, 0.62, 0.45),
+    Kind.S: (48, 0.36, 0.75),
+    Kind.T: (88, 0.33, 0.50),
+    Kind.G: (128, 0.33, 0.40),
+    **dict.fromkeys(VOCABULARY_COLLECTIVES, (48, 0.58, 0.45)),
 }
 _MESSAGE_TONE = (215, 0.60, 0.14)
 
@@ -25,6 +29,14 @@ NAMES: dict[Kind, str] = {
     Kind.W: "weight gradient",
     Kind.REDUCE: "reduction",
     Kind.TIE: "tied weights",
+    Kind.S: "logits of a shard",
+    Kind.T: "weight gradient of a head shard",
+    Kind.G: "weight gradient of an embedding shard",
+    Kind.CAST_H: "last output to all",
+    Kind.STATS: "softmax statistics",
+    Kind.SUM_H: "last output's gradient",
+    Kind.SUM_E: "embedding",
+    Kind.CAST_E: "embedding's gradient to all",
 }
 
 

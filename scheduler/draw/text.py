@@ -14,7 +14,7 @@ from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.timeline import Timeline
 
 #: What fills a bar behind its label, by kind.
-_FILL = {Kind.F: "─", Kind.B: "━", Kind.I: "═", Kind.W: "~"}
+_FILL = {Kind.F: "─", Kind.B: "━", Kind.I: "═", Kind.W: "~", Kind.S: "+", Kind.T: "-", Kind.G: "-"}
 
 #: At most this many columns for the shortest action; more would not be easier to read.
 _WIDEST = 8

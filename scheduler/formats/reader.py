@@ -16,11 +16,13 @@ from pipert.scheduler.program import Program
 from pipert.scheduler.row import ActionRow
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.semantics import NAMED, Channel, Matching, Semantics
+from pipert.scheduler.vocabulary import Vocabulary
 
 VERSION = 1
 SCHEDULE_HEADER, PROGRAM_HEADER = f"pipert-schedule {VERSION}", f"pipert-program {VERSION}"
 
 _TO_END_OF_QUOTE = re.compile(r'[^"#]*"(?:[^"\\]|\\.)*"')
+_TRAINED = (["embedding", "head"], ["embedding"], ["head"], ["frozen"])
 _FLAG = {"no": False, "yes": True}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "buffered": _FLAG,
@@ -75,7 +77,7 @@ def _is_program(line: int, words: str) -> bool:
 
 def _read_line(line: int, words: str, contents: _Contents) -> None:
     keyword, rest = (*words.split(None, 1), "")[:2]
-    for_programs = ("transport", "trainable_from", "tie", "schedule")
+    for_programs = ("transport", "trainable_from", "tie", "vocabulary", "schedule")
     known = ["name", "microbatches", "placement", "rank", *for_programs]
     if keyword not in known:
         near = get_close_matches(keyword, known, n=1)
@@ -163,6 +165,13 @@ def _transport(line: int, text: str) -> Semantics:
     return Semantics(name, **chosen) if chosen else NAMED[name]
 
 
+def _vocabulary(line: int, text: str) -> Vocabulary:
+    trained = text.split()
+    if trained not in _TRAINED:
+        fail(line, f"{text[:40]!r} are no parts of a vocabulary", "write 'embedding', 'head', both, or 'frozen'")
+    return Vocabulary("embedding" in trained, "head" in trained)
+
+
 def _spelled_options() -> str:
     return ", ".join(f"{key}={'|'.join(values)}" for key, values in _OPTIONS.items())
 
@@ -173,6 +182,7 @@ _FIELDS: Mapping[str, Callable[[int, str], Any]] = {
     "placement": _placement,
     "transport": _transport,
     "trainable_from": _number,
+    "vocabulary": _vocabulary,
 }
 
 
@@ -195,7 +205,13 @@ def _build(contents: _Contents) -> Schedule | Program:
         made_from = tuple(row.actions for row in _in_order(contents.rows["schedule"], "schedule", end))
     schedule = Schedule(name, placement, microbatches, made_from)
     return Program(
-        schedule, fields["transport"], actions, groups, fields.get("trainable_from", 0), tuple(contents.ties)
+        schedule,
+        fields["transport"],
+        actions,
+        groups,
+        fields.get("trainable_from", 0),
+        tuple(contents.ties),
+        vocabulary=fields.get("vocabulary"),
     )
 
 

@@ -11,6 +11,8 @@
               | "transport" name { option "=" value }    program: the message rules it is for
               | "trainable_from" number                  program: the first stage with a backward (0)
               | "tie" number { number }                  program: the stages with a copy of one weight
+              | "vocabulary" ( [ "embedding" ] [ "head" ] | "frozen" )
+                                                         program: spread over all ranks, and what of it is trained
     row       = "rank" number ":" { action | group }     what the rank does, in order
               | "schedule" number ":" { action }         program: the rank's row of the schedule it was made from
     group     = "{" { action } "}"                       program: messages issued together
@@ -102,6 +104,8 @@ def _program(program: Program) -> Iterator[str]:
         yield f"trainable_from {program.trainable_from}"
     for tie in program.ties:
         yield f"tie {' '.join(map(str, tie))}"
+    if program.vocabulary is not None:
+        yield f"vocabulary {' '.join(program.vocabulary.trained) or 'frozen'}"
     for rank, row in enumerate(program.rows):
         yield f"rank {rank}: {' '.join(_grouped(_words(row, rank), program.spans(rank), rank))}".rstrip()
     if program.schedule.rows != tuple(row.computations() for row in program.rows):

@@ -30,7 +30,7 @@ SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 
 _SHARDING = re.compile(rf"\d+({'|'.join(SHARDING)})(\d*)", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_KINDS = (*(kind for kind in Kind if kind.is_compute), Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+_KINDS = (*(kind for kind in Kind if kind.is_scheduled), Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 
 
 def loads(text: str, *, name: str = "torch", semantics: Semantics = NCCL_PAIR) -> Imported:

@@ -14,9 +14,11 @@ from pipert.scheduler.lower.prefetch import prefetch_receives
 from pipert.scheduler.lower.reductions import add_reductions
 from pipert.scheduler.lower.sends import add_messages
 from pipert.scheduler.lower.trainable import drop_frozen
+from pipert.scheduler.lower.vocabulary import spread_vocabulary
 from pipert.scheduler.program import Program
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.semantics import NAMED, Semantics
+from pipert.scheduler.vocabulary import Vocabulary
 
 
 def lower(
@@ -28,6 +30,7 @@ def lower(
     reduce: bool = False,
     meta: Iterable[int] = (),
     prefetch: int = 1,
+    vocabulary: Vocabulary | None = None,
 ) -> Program:
     """Write down every message and reduction of a schedule, in an order that is safe on a transport.
 
@@ -44,6 +47,8 @@ def lower(
         meta: the micro-batches whose sizes travel ahead of their forward messages.
         prefetch: how many computations before its own each receive may be posted; at most so many more receive buffers
             are live at any time.
+        vocabulary: embedding and head are spread over all ranks. (Give the schedule a lag of two or so before, with
+            `delay_backwards`: then computing goes on while the ranks exchange what the loss needs.)
 
     Raises:
         LayoutError: an argument is out of range.
@@ -63,9 +68,13 @@ def lower(
         raise LayoutError(f"prefetch = {prefetch} must be >= 0")
     _check(schedule)
     copies = tuple(map(tuple, ties))
-    program = Program(schedule, semantics, schedule.rows, trainable_from=trainable_from, ties=copies)
-    program = drop_frozen(program)
-    program = add_messages(program)
+    program = Program(
+        schedule, semantics, schedule.rows, trainable_from=trainable_from, ties=copies, vocabulary=vocabulary
+    )
+    program, order = drop_frozen(program), None
+    if vocabulary is not None:
+        program, order = spread_vocabulary(program)
+    program = add_messages(program, order)
     program = add_sizes(program, meta)
     program = prefetch_receives(program, prefetch)
     program = add_reductions(program, reduce)

@@ -7,13 +7,11 @@ from dataclasses import replace
 import numpy as np
 
 from pipert.scheduler.action import Action, Kind
-from pipert.scheduler.dependencies import MAKES, ValueKind
+from pipert.scheduler.dependencies import ADDS_WEIGHT
 from pipert.scheduler.errors import LayoutError
 from pipert.scheduler.lower.messages import carrying, kinds_of, stages_of
 from pipert.scheduler.program import Program
 from pipert.scheduler.row import ActionRow, Codes
-
-_MAKES_WEIGHT = [kind for kind, values in MAKES.items() if ValueKind.WEIGHT in values]
 
 
 def add_reductions(program: Program, reduce: bool) -> Program:
@@ -70,7 +68,7 @@ def _reduced(codes: Codes, program: Program, rank: int, ties: list[int], reduce:
 
 def _finished(codes: Codes) -> dict[int, int]:
     """For each stage of a row the place behind its last weight gradient and the message that belongs to it."""
-    makes_weight = np.flatnonzero(np.isin(kinds_of(codes), _MAKES_WEIGHT))[::-1]
+    makes_weight = np.flatnonzero(np.isin(kinds_of(codes), ADDS_WEIGHT))[::-1]
     stages, first = np.unique(stages_of(codes[makes_weight]), return_index=True)
     finished = {}
     for stage, last in zip(stages.tolist(), makes_weight[first].tolist(), strict=True):

@@ -24,8 +24,8 @@ from pipert.scheduler.row import ActionRow, Codes
 from pipert.scheduler.semantics import Semantics
 
 
-def add_messages(program: Program) -> Program:
-    """Add the messages to a program that has only computations.
+def add_messages(program: Program, order: Order | None = None) -> Program:
+    """Add the messages to a program that has only computations (and collectives of its vocabulary).
 
     * Where each message is on its own (matched by tag, no queues, no rank held by a send), a SEND stands directly
       behind the action that makes the value, and a RECV directly before the one that needs it.
@@ -33,10 +33,14 @@ def add_messages(program: Program) -> Program:
       SEND stands behind the action that makes the value, and its RECV where the other rank is at that time.
 
     A hand-over between two stages of one rank needs no message, nor does a gradient for a stage without a backward.
+
+    Args:
+        program: what to add to.
+        order: when its rows happen in a simulated run, if somebody has simulated one already.
     """
     if _independent(program.semantics):
         return replace(program, rows=tuple(_beside(row.codes, program) for row in program.rows))
-    order = simulated_order(program)
+    order = order or simulated_order(program)
     return replace(program, rows=tuple(_in_order(row.codes, program, order, i) for i, row in enumerate(program.rows)))
 
 

@@ -11,6 +11,7 @@ from pipert.scheduler.program import Program
 from pipert.scheduler.verify.fault import Fault
 from pipert.scheduler.verify.rule import Rule, Subject, where
 from pipert.scheduler.verify.words import count
+from pipert.scheduler.vocabulary import VOCABULARY_KINDS
 
 
 def _out_of_bounds(subject: Subject) -> Iterator[Fault]:
@@ -46,7 +47,7 @@ def _problem(subject: Subject, code: int) -> str | None:
     stage, number, kind = code >> STAGE_SHIFT, code & MICROBATCH_MASK, code >> KIND_SHIFT & KIND_MASK
     if kind >= len(Kind):
         return f"{kind} is not the number of a kind; kinds are 0 to {len(Kind) - 1}"
-    if subject.program is None and not Kind(kind).is_compute:
+    if subject.program is None and not Kind(kind).is_scheduled:
         return f"a schedule only computes; {Kind(kind).name} belongs in a program"
     if not 0 <= stage < index.num_stages:
         return f"stage {stage} of {index.num_stages}; stages are 0 to {index.num_stages - 1}"
@@ -55,6 +56,8 @@ def _problem(subject: Subject, code: int) -> str | None:
         return None if number < len(ties) else f"tie {number} of {len(ties)}"
     if Kind(kind) is Kind.REDUCE:
         return None if number == 0 else f"REDUCE takes no number, this one has {number}"
+    if Kind(kind) in VOCABULARY_KINDS and (subject.program is None or subject.program.vocabulary is None):
+        return f"{Kind(kind).name} belongs to a spread vocabulary, which this program has not"
     if number >= index.microbatches:
         return f"micro-batch {number} of {index.microbatches}; micro-batches are 0 to {index.microbatches - 1}"
     return None

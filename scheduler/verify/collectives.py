@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
+import numpy as np
+
 from pipert.scheduler.action import Action, Kind
 from pipert.scheduler.verify.fault import Fault
 from pipert.scheduler.verify.rule import Rule, Subject
@@ -31,10 +33,9 @@ def _not_reduced(subject: Subject) -> Iterator[Fault]:
     """Stages that are not reduced although others are."""
     if subject.index.has(Kind.REDUCE):
         reduced = subject.index.table(Kind.REDUCE)[:, 0] >= 0
-        for stage in range(subject.index.trainable_from, subject.index.num_stages):
-            if not reduced[stage]:
-                text = f"the gradients of stage {stage} are never reduced, those of other stages are"
-                yield subject.missing("collective", Action(stage, Kind.REDUCE), text)
+        for stage in np.flatnonzero(subject.index.reducible & ~reduced).tolist():
+            text = f"the gradients of stage {stage} are never reduced, those of other stages are"
+            yield subject.missing("collective", Action(stage, Kind.REDUCE), text)
 
 
 def _absent_from_tie(subject: Subject, tie: int, stages: tuple[int, ...], parts: Parts) -> Iterator[Fault]:

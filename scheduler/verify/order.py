@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipert.scheduler.action import Action, Kind
-from pipert.scheduler.dependencies import BRINGS, CARRIES, MAKES, NEEDS, TELLS, ValueKind
+from pipert.scheduler.dependencies import ADDS_WEIGHT, BRINGS, CARRIES, NEEDS, TELLS, ValueKind
 from pipert.scheduler.index import Index, Mask, Table
 from pipert.scheduler.verify.fault import Fault
 from pipert.scheduler.verify.rule import Rule, Subject, where
@@ -92,14 +92,13 @@ def _size_after_message(subject: Subject, meta: Kind, message: Kind) -> Iterator
 def _reduced_too_early(subject: Subject) -> Iterator[Fault]:
     """Collectives on gradients that are not all there."""
     index = subject.index
-    stages = [index.table(kind) for kind in MAKES if ValueKind.WEIGHT in MAKES[kind] and index.has(kind)]
     last: npt.NDArray[np.int64] = np.full(index.num_stages, -1, dtype=np.int64)
-    for table in stages:
-        last = np.maximum(last, table.max(axis=1, initial=-1))
+    for kind in filter(index.has, ADDS_WEIGHT):
+        last = np.maximum(last, index.table(kind).max(axis=1, initial=-1))
     for kind in (Kind.REDUCE, Kind.TIE):
         for stage, number in where(index.table(kind) >= 0) if index.has(kind) else ():
             position = int(index.table(kind)[stage, number])
-            if stage < index.trainable_from:
+            if not (index.reducible[stage] if kind is Kind.REDUCE else stage >= index.trainable_from):
                 message = f"stage {stage} has no gradients: the first stage that has is {index.trainable_from}"
                 yield subject.at("dependency", position, message)
             elif position < last[stage]:

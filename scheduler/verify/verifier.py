@@ -19,6 +19,7 @@ from pipert.scheduler.verify.order import ORDER_RULES
 from pipert.scheduler.verify.proof import Proof
 from pipert.scheduler.verify.rule import Rule, Subject
 from pipert.scheduler.verify.transport import DEADLOCK, SWAP
+from pipert.scheduler.verify.vocabulary import VOCABULARY
 
 #: Of each rule at most this many faults are reported.
 MAX_FAULTS = 20
@@ -54,6 +55,8 @@ def verify(target: Schedule | Program, *, limits: int | Sequence[int] | None = N
         return Proof(target, tuple(faults), tuple(checks))
     for rule in (*MESSAGE_RULES, *ORDER_RULES, *COLLECTIVE_RULES) if is_program else ORDER_RULES:
         _judge(rule, subject, faults, checks)
+    if isinstance(target, Program) and target.vocabulary is not None:
+        _judge(VOCABULARY, subject, faults, checks)
     if not faults:  # else nobody knows which message meets which
         for rule in (SWAP, DEADLOCK) if is_program else (DEADLOCK,):
             _judge(rule, subject, faults, checks)

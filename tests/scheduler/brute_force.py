@@ -19,6 +19,9 @@ RECEIVES = {receive: (send, -offset) for send, (receive, offset) in SENDS.items(
 MESSAGES = SENDS | RECEIVES
 SIZED = {Kind.SEND_META: Kind.SEND_F, Kind.RECV_META: Kind.RECV_F}
 COLLECTIVES = (Kind.REDUCE, Kind.TIE)
+#: What a spread vocabulary needs: the collective that an action waits for.
+WAITS = {Kind.S: Kind.CAST_H, Kind.SUM_H: Kind.STATS, Kind.T: Kind.STATS, Kind.G: Kind.CAST_E}
+SPREAD = (Kind.CAST_H, Kind.STATS, Kind.SUM_H, Kind.SUM_E, Kind.CAST_E)
 
 
 class Failure(Exception):
@@ -93,12 +96,44 @@ def _check_work(program: Program) -> None:
             if has not in right:
                 raise Failure(f"stage {stage} does micro-batch {microbatch} {has} times (F, B, I, W)")
     reduced = {action.stage for action in count if action.kind is Kind.REDUCE}
-    if reduced - set(range(program.trainable_from)) not in (
-        set(),
-        set(range(program.trainable_from, program.num_stages)),
-    ):
+    trained = set(range(program.trainable_from, program.num_stages)) | _trained_homes(program)
+    if reduced not in (set(), trained):
         raise Failure(f"only stages {reduced} are reduced")
     _check_ties(program)
+    _check_vocabulary(program, count)
+
+
+def homes_of(program: Program) -> list[int]:
+    """The first stage of every rank."""
+    return [min(s for s, owner in enumerate(program.placement.owners) if owner == rank) for rank in _ranks(program)]
+
+
+def _ranks(program: Program) -> range:
+    return range(len(program.rows))
+
+
+def _trained_homes(program: Program) -> set[int]:
+    spread = program.vocabulary
+    return set(homes_of(program)) if spread is not None and (spread.embedding or spread.head) else set()
+
+
+def _check_vocabulary(program: Program, count: Counter[Action]) -> None:
+    """Every rank does its part of everything once, at its first stage, and all do so in one order."""
+    wanted: set[Kind] = set()
+    if (spread := program.vocabulary) is not None:
+        if spread.embedding and program.trainable_from:
+            raise Failure("no gradient gets to the embedding")
+        wanted = {Kind.SUM_E, Kind.CAST_H, Kind.S, Kind.STATS}
+        wanted |= {Kind.T} if spread.head else set()
+        wanted |= {Kind.CAST_E, Kind.G} if spread.embedding else set()
+        wanted |= {Kind.SUM_H} if program.trainable_from < program.num_stages else set()
+    there = {action for action in count if action.kind in (*SPREAD, Kind.S, Kind.T, Kind.G)}
+    batches = range(program.microbatches)
+    if there != {Action(home, kind, m) for home in homes_of(program) for kind in wanted for m in batches}:
+        raise Failure("not everybody does each part of the vocabulary, or somebody does too much")
+    orders = {tuple(action[1:] for action in row if action.kind in SPREAD) for row in program.rows}
+    if len(orders) > 1:
+        raise Failure("ranks take part in collectives in different orders")
 
 
 def _check_ties(program: Program) -> None:
@@ -138,6 +173,7 @@ class _Run:
         self.open = [one for row in self.operations for one in row.values()]
         self.pair_messages()
         self.join_ties()
+        self.join_spread()
 
     def go(self) -> None:
         progress = True
@@ -177,6 +213,8 @@ class _Run:
 
     def channel(self, operation: Operation) -> object:
         action = operation.action
+        if action.kind in SPREAD:
+            return "vocabulary"
         if action.kind not in MESSAGES:
             return action
         peer = self.owners[action.stage + MESSAGES[action.kind][1]]
@@ -218,6 +256,12 @@ class _Run:
             for operation in by_rank.values():
                 operation.partners = list(by_rank.values())
 
+    def join_spread(self) -> None:
+        """Let every rank's part in a collective of the vocabulary wait for all others'."""
+        for operation in self.open:
+            if operation.action.kind in SPREAD:
+                operation.partners = [one for one in self.open if one.action[1:] == operation.action[1:]]
+
     # ---- running ----
 
     def step(self, rank: int) -> bool:
@@ -239,6 +283,11 @@ class _Run:
 
     def compute(self, rank: int, action: Action) -> bool:
         stage, kind, microbatch = action
+        if self.program.vocabulary is not None and not self.spread(action):
+            return False
+        if kind in (Kind.S, Kind.T, Kind.G):
+            self.made.add((f"{kind.name} done", stage, microbatch))
+            return True
         if kind is Kind.F and stage > 0 and not self.brought(action, ("output", stage - 1, microbatch), Kind.RECV_F):
             return False
         if kind in (Kind.B, Kind.I):
@@ -254,6 +303,21 @@ class _Run:
             self.live[rank] += {Kind.F: 1, Kind.I: 0}.get(kind, -1)
         if self.limits is not None and self.live[rank] > self.limits[rank]:
             raise Failure(f"rank {rank} holds {self.live[rank]} activations after {action}")
+        return True
+
+    def spread(self, action: Action) -> bool:
+        """Whether what an action needs of the vocabulary's collectives is there."""
+        stage, kind, microbatch = action
+        awaited = [WAITS[kind]] if kind in WAITS else []
+        awaited += [Kind.SUM_E] if stage == 0 and kind is Kind.F else []
+        awaited += [Kind.SUM_H] if stage == self.last and kind in (Kind.B, Kind.I) else []
+        rank = self.owners[stage]
+        for one in awaited:
+            operation = self.operations[rank][Action(homes_of(self.program)[rank], one, microbatch)]
+            if not operation.posted:
+                raise Failure(f"rank {rank} runs {action} before {operation.action}")
+            if not operation.complete:
+                return False
         return True
 
     def brought(self, action: Action, value: tuple[str, int, int], receive: Kind) -> bool:
@@ -273,6 +337,14 @@ class _Run:
 
     def may_post(self, operation: Operation) -> bool:
         (stage, kind, microbatch), own = operation.action, self.operations[operation.rank]
+        if kind in SPREAD:
+            if kind in (Kind.STATS, Kind.SUM_H):
+                self.require(operation.action, ("S done", stage, microbatch))
+            if kind is Kind.CAST_H and operation.rank == self.owners[self.last]:
+                self.require(operation.action, ("output", self.last, microbatch))
+            if kind is Kind.CAST_E and operation.rank == self.owners[0]:
+                self.require(operation.action, ("gradient", 0, microbatch))
+            return self.spread(operation.action)
         if kind in (Kind.SEND_F, Kind.SEND_META):
             self.require(operation.action, ("output", stage, microbatch))
         if kind is Kind.SEND_B:
@@ -287,9 +359,17 @@ class _Run:
         if kind in COLLECTIVES:
             for each in range(self.program.microbatches) if stage >= self.program.trainable_from else ():
                 self.require(operation.action, ("weight", stage, each))
+            for each in range(self.program.microbatches) if kind is Kind.REDUCE else ():
+                self.require_shards(operation.action, each)
             same = [one for one in own.values() if one.action.stage == stage and one.action.kind in COLLECTIVES]
             return all(one.complete for one in same if one.place < operation.place)
         return True
+
+    def require_shards(self, action: Action, microbatch: int) -> None:
+        spread, homes = self.program.vocabulary, homes_of(self.program)
+        if spread is not None and action.stage in homes:
+            for kind in [Kind.T] * spread.head + [Kind.G] * spread.embedding:
+                self.require(action, (f"{kind.name} done", action.stage, microbatch))
 
     def operate(self) -> bool:
         """Start and complete whatever may; whether there was anything."""

@@ -12,6 +12,7 @@ from pipert.scheduler.generators.registry import GENERATORS, generate
 from pipert.scheduler.placement import Placement
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.semantics import Semantics
+from pipert.scheduler.vocabulary import Vocabulary
 
 #: Every combination of message rules.
 ALL_SEMANTICS = [
@@ -47,8 +48,8 @@ def schedules(draw: st.DrawFn, ranks: int = 16, chunks: int = 4, microbatches: i
 
 
 @st.composite
-def lowering_options(draw: st.DrawFn, schedule: Schedule) -> dict[str, Any]:
-    """Keyword arguments for `lower`."""
+def lowering_options(draw: st.DrawFn, schedule: Schedule, spread: bool = False) -> dict[str, Any]:
+    """Keyword arguments for `lower`; with `spread` now and then with a spread vocabulary."""
     stages = schedule.num_stages
     trainable_from = draw(st.sampled_from([0, 0, 0, stages]) | st.integers(0, stages))
     trained = range(trainable_from, stages)
@@ -61,4 +62,11 @@ def lowering_options(draw: st.DrawFn, schedule: Schedule) -> dict[str, Any]:
         "reduce": draw(st.booleans()),
         "meta": draw(st.sampled_from([(), (0,), tuple(range(schedule.microbatches))])),
         "prefetch": draw(st.integers(0, 3) | st.just(1000)),
+        "vocabulary": draw(vocabularies(trainable_from)) if spread and draw(st.booleans()) else None,
     }
+
+
+@st.composite
+def vocabularies(draw: st.DrawFn, trainable_from: int = 0) -> Vocabulary:
+    """Spread, with either part trained or not, as far as gradients get."""
+    return Vocabulary(trainable_from == 0 and draw(st.booleans()), draw(st.booleans()))

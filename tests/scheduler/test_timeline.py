@@ -126,7 +126,7 @@ def test_the_recorder_keeps_its_own_arrays() -> None:
         ('{"format": "pipert-timeline", "version": 2}', "version 2 is not 'pipert-timeline' version 1"),
         ('{"format": "x", "version": 1}', "'x' version 1 is not"),
         (
-            '{"format": "pipert-timeline", "version": 1, "name": "a", "ranks": [{"actions": "0G0", "starts": [0], '
+            '{"format": "pipert-timeline", "version": 1, "name": "a", "ranks": [{"actions": "0X0", "starts": [0], '
             '"ends": [1]}]}',
             "unknown kind",
         ),

@@ -7,6 +7,7 @@ its end must be refused, what it can must be accepted.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -21,6 +22,7 @@ from pipert.scheduler.program import Program
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.semantics import Semantics
 from pipert.scheduler.verify import Proof, verify
+from pipert.scheduler.vocabulary import Vocabulary
 from tests.scheduler.brute_force import run
 from tests.scheduler.layouts import ALL_SEMANTICS, any_semantics, lowering_options, schedules, v_shaped
 from tests.scheduler.mutations import MUTATIONS, Mutation, mutated, regrouped
@@ -66,7 +68,7 @@ small_schedules = schedules(ranks=4, chunks=3, microbatches=8)
 @given(small_schedules, any_semantics, st.data())
 @settings(max_examples=300)
 def test_verifier_and_executor_agree_on_every_mutant(schedule: Schedule, rules: Semantics, data: st.DataObject) -> None:
-    program = lower(schedule, rules, **data.draw(lowering_options(schedule)))
+    program = lower(schedule, rules, **data.draw(lowering_options(schedule, spread=True)))
     mutations = data.draw(st.lists(st.sampled_from(MUTATIONS), max_size=3))
     random = Random(data.draw(st.integers(0, 2**32)))
     limits = data.draw(st.none() | st.lists(st.integers(0, 9), min_size=len(program.rows), max_size=len(program.rows)))
@@ -80,16 +82,8 @@ def test_verifier_and_executor_agree_on_programs_run_on_another_transport(
     schedule: Schedule, made_for: Semantics, run_on: Semantics, data: st.DataObject
 ) -> None:
     """A program lowered for one transport and executed on another is the likeliest mistake, and often nearly right."""
-    program = lower(schedule, made_for, **data.draw(lowering_options(schedule)))
-    moved = Program(
-        program.schedule,
-        run_on,
-        program.rows,
-        program.groups if run_on.grouped else (),
-        program.trainable_from,
-        program.ties,
-    )
-    agree(moved)
+    program = lower(schedule, made_for, **data.draw(lowering_options(schedule, spread=True)))
+    agree(replace(program, semantics=run_on, groups=program.groups if run_on.grouped else ()))
 
 
 def random_program(random: Random) -> Program:
@@ -98,10 +92,13 @@ def random_program(random: Random) -> Program:
     chunks = random.randint(1, 3) if name != "v-shaped" and GENERATORS[name].chunked else 1
     schedule = v_shaped(ranks, microbatches) if name == "v-shaped" else generate(name, ranks, microbatches, chunks)
     stages = schedule.num_stages
+    trainable_from = random.choice((0, 0, 0, stages, random.randint(0, stages)))
+    spread = Vocabulary(trainable_from == 0 and random.random() < 0.7, random.random() < 0.7)
     return lower(
         schedule,
         random.choice(ALL_SEMANTICS),
-        trainable_from=random.choice((0, 0, 0, stages, random.randint(0, stages))),
+        trainable_from=trainable_from,
+        vocabulary=spread if random.random() < 0.3 else None,
         reduce=random.random() < 0.3,
         meta=random.choice(((), (0,))),
         prefetch=random.randint(0, 2),
