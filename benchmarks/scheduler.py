@@ -2,7 +2,9 @@
 
 * ``simulate``, ``verify``: seconds, of the interleaved schedule with 1.05 million computations, and of its programs for
   several transports, 3.1 million actions each with their messages (median of 5, the kernels compiled before). ``1f1b``
-  has as many computations, on 64 ranks with 8,192 micro-batches.
+  has as many computations, on 64 ranks with 8,192 micro-batches; ``recurrence`` counts every step of its recurrence,
+  with a hundred times as many micro-batches, ``jump`` those that repeat as if they had been made.
+* ``lower``: seconds for the programs of the interleaved schedule.
 * ``start``: seconds of the command ``pipert schedule check 1f1b``, from nothing to its answer (median of 5).
 
 All are processor seconds of one thread, so that other work on the machine does not count. The last line is one JSON
@@ -24,6 +26,7 @@ from pipert.scheduler.costs import Costs
 from pipert.scheduler.generators.interleaved import interleaved
 from pipert.scheduler.generators.one_f_one_b import one_f_one_b
 from pipert.scheduler.lower import lower
+from pipert.scheduler.recurrence import simulate_1f1b
 from pipert.scheduler.semantics import MPI, MPI_SYNCHRONOUS, NCCL_GROUPED, NCCL_PAIR
 from pipert.scheduler.simulate import simulate
 from pipert.scheduler.verify import verify
@@ -36,6 +39,7 @@ BARS: dict[str, tuple[str, float]] = {
     "simulate interleaved, s": ("at most", 0.3),
     "simulate interleaved, M actions/s": ("at least", 10.0),
     "simulate 1f1b, M actions/s": ("at least", 10.0),
+    "recurrence of 1f1b, M actions/s": ("at least", 300.0),
     "verify program for mpi, s": ("at most", 10.0),
     "verify program for mpi-synchronous, s": ("at most", 10.0),
     "verify program for nccl-pair, s": ("at most", 10.0),
@@ -63,8 +67,14 @@ def speeds() -> dict[str, float]:
         figures[f"simulate {name}, s"] = took
         figures[f"simulate {name}, M actions/s"] = schedule.num_actions / took / 1e6
         figures[f"verify schedule {name}, s"] = seconds(lambda schedule=schedule: verify(schedule).require())
+    many = 100 * MICROBATCHES * CHUNKS
+    for name, jump in (("recurrence of 1f1b", False), ("recurrence of 1f1b with jump", True)):
+        took = seconds(lambda jump=jump: simulate_1f1b(RANKS, many, COSTS, jump=jump))
+        figures[f"{name}, M actions/s"] = 2 * RANKS * many / took / 1e6
     for semantics in (MPI, MPI_SYNCHRONOUS, NCCL_PAIR, NCCL_GROUPED):
+        begin = time.process_time()
         program = lower(made, semantics)
+        figures[f"lower for {semantics.name}, s"] = time.process_time() - begin
         took = seconds(lambda program=program: verify(program).require())
         figures[f"verify program for {semantics.name}, s"] = took
         figures[f"verify program for {semantics.name}, M actions/s"] = sum(map(len, program.rows)) / took / 1e6

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pipert.scheduler.lower import lower
     from pipert.scheduler.placement import Placement
     from pipert.scheduler.program import Program
+    from pipert.scheduler.recurrence import simulate_1f1b
     from pipert.scheduler.row import ActionRow
     from pipert.scheduler.schedule import Schedule
     from pipert.scheduler.semantics import (
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         Semantics,
     )
     from pipert.scheduler.simulate import simulate
+    from pipert.scheduler.summary import Summary
     from pipert.scheduler.timeline import Timeline
     from pipert.scheduler.trace import chrome_trace
     from pipert.scheduler.verify import Check, Fault, Proof, verify
@@ -75,6 +77,7 @@ _NAMES = {
     "lower": ("lower",),
     "placement": ("Placement",),
     "program": ("Program",),
+    "recurrence": ("simulate_1f1b",),
     "row": ("ActionRow",),
     "schedule": ("Schedule",),
     "semantics": (
@@ -90,6 +93,7 @@ _NAMES = {
         "Semantics",
     ),
     "simulate": ("simulate",),
+    "summary": ("Summary",),
     "timeline": ("Timeline",),
     "trace": ("chrome_trace",),
     "verify": ("Check", "Fault", "Proof", "verify"),
@@ -126,6 +130,7 @@ __all__ = [
     "ScheduleError",
     "Semantics",
     "SemanticsError",
+    "Summary",
     "Timeline",
     "TimelineError",
     "UnsafeProgramError",
@@ -138,6 +143,7 @@ __all__ = [
     "loads",
     "lower",
     "simulate",
+    "simulate_1f1b",
     "verify",
 ]
 

@@ -1,7 +1,8 @@
 """Kernels: plain functions over flat arrays that are compiled only when there is enough work.
 
 numba takes longer to import than a small schedule takes to check, so short inputs run as plain Python over lists
-(indexing a list is several times faster than indexing an array) and long ones are compiled once and cached on disk.
+(indexing a list is several times faster than indexing an array; a memory view is in between) and long ones are compiled
+once and cached on disk.
 A kernel is one function: it indexes one-dimensional arrays with integers, writes results into arrays it was
 given, and calls nothing but built-ins.
 """
@@ -18,17 +19,20 @@ import numpy as np
 WORTH_COMPILING = 20_000
 
 
-def compiled(function: Callable[..., Any], work: int) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], work: int, *, slices: bool = False) -> Callable[..., Any]:
     """Return `function`, compiled if it has `work` actions to go through and that pays.
 
     Args:
         function: a kernel.
         work: how many actions it is going to visit.
+        slices: whether it writes through slices; these are views of an array, but copies of a list.
 
     Returns:
         A callable that takes and fills NumPy arrays as `function` would. Read-only arrays are inputs.
     """
-    return _jitted(function) if work >= WORTH_COMPILING else _over_lists(function)
+    if work >= WORTH_COMPILING:
+        return _jitted(function)
+    return _over_views(function) if slices else _over_lists(function)
 
 
 @cache
@@ -52,5 +56,13 @@ def _over_lists(function: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(arg, np.ndarray) and arg.flags.writeable:
                 arg[:] = values
         return result
+
+    return run
+
+
+@cache
+def _over_views(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        return function(*(arg.data if isinstance(arg, np.ndarray) else arg for arg in args))
 
     return run

@@ -16,6 +16,7 @@ from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, MAX_STAGES, STAGE_SHI
 from pipert.scheduler.errors import ScheduleError, TimelineError
 from pipert.scheduler.live import ENDS, live_changes
 from pipert.scheduler.row import ActionRow, Codes
+from pipert.scheduler.summary import Summary
 
 Seconds = npt.NDArray[np.float64]
 
@@ -155,6 +156,10 @@ class Timeline:
         """For each rank the most micro-batches that are live at once."""
         return tuple(int(self.live(rank)[1].max(initial=0)) for rank in range(self.num_ranks))
 
+    def summary(self) -> Summary:
+        """The figures without the actions."""
+        return Summary(self.name, len(self), self.makespan, self.busy, self.idle_within, self.peaks)
+
     @cached_property
     def _trainable_from(self) -> int:
         backward = self.codes[np.isin(self.codes >> KIND_SHIFT & KIND_MASK, ENDS)]
@@ -189,10 +194,7 @@ class Timeline:
         return self.offsets, self.codes, self.starts, self.ends
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}: {self.num_ranks} ranks, {len(self):,} actions, makespan {self.makespan:.6g}, "
-            f"bubble {self.bubble:.2%}, peak live micro-batches {', '.join(map(str, self.peaks))}"
-        )
+        return str(self.summary())
 
     def to_json(self) -> str:
         """The timeline as JSON text."""

@@ -164,6 +164,18 @@ def test_simulate_prints_makespan_bubble_idle_time_and_peaks(pipert_schedule) ->
     assert "bubble 15.79%" in pipert_schedule("simulate", "interleaved", "--chunks", 2).out  # 3/19
 
 
+def test_simulate_gives_the_figures_of_1f1b_for_any_number_of_microbatches(pipert_schedule) -> None:
+    done = pipert_schedule("simulate", "1f1b", "--microbatches", 100_000_000)
+    assert done.out.splitlines() == [
+        "makespan 3e+08, bubble 0.00%",
+        "rank  idle  share  live",
+        "   0     9   0.0%     4",
+        "   1     9   0.0%     3",
+        "   2     9   0.0%     2",
+        "   3     9   0.0%     1",
+    ]
+
+
 def test_simulate_takes_times_for_each_stage_and_messages(pipert_schedule) -> None:
     done = pipert_schedule(
         "simulate", "gpipe", "--ranks", 2, "--microbatches", 1, "--forward", "1,2", "--backward", "3,4", "--comm", "0.5"

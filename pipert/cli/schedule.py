@@ -37,12 +37,16 @@ from pipert.scheduler.formats import torch_csv
 from pipert.scheduler.formats.text import dumps
 from pipert.scheduler.generators.registry import GENERATORS
 from pipert.scheduler.program import Program
+from pipert.scheduler.recurrence import simulate_1f1b
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.semantics import NAMED
 from pipert.scheduler.simulate import simulate as run
-from pipert.scheduler.timeline import Timeline
+from pipert.scheduler.summary import Summary
 from pipert.scheduler.trace import chrome_trace
 from pipert.scheduler.verify import verify
+
+#: A picture of more micro-batches, over all ranks, shows nothing.
+DRAWN = 500_000
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -141,11 +145,15 @@ def simulate(
 ) -> None:
     """Run a schedule or program in simulated time: makespan, bubble, idle time and live activations.
 
-    The exit code is 1 if it cannot run to its end.
+    Any number of micro-batches will do for 1f1b without a transport; beyond a million actions it is not drawn. The exit
+    code is 1 if it cannot run to its end.
     """
     times = {"forward": forward, "backward": backward, "comm": comm}
     costs = Costs(**{name: numbers(f"--{name}", value, float) for name, value in times.items()})
     semantics = rules(transport, group)
+    if source == "1f1b" and chunks == 1 and ranks * microbatches > DRAWN and not (semantics or picture or trace):
+        typer.echo(_figures(simulate_1f1b(ranks, microbatches, costs)))
+        return
     target = on(read(source, ranks, microbatches, chunks, format, semantics), semantics)
     try:
         timeline = run(target, costs)
@@ -157,15 +165,15 @@ def simulate(
     if trace is not None:
         save(chrome_trace(timeline), trace, "--trace")
     typer.echo(text(timeline, width=width(), colours=colours()))
-    typer.echo(_figures(timeline))
+    typer.echo(_figures(timeline.summary()))
 
 
-def _figures(timeline: Timeline) -> str:
+def _figures(summary: Summary) -> str:
     """Makespan and bubble, and for each rank its idle time and its most live activations."""
     rows = [("rank", "idle", "share", "live")]
-    for rank, (idle, peak) in enumerate(zip(timeline.idle, timeline.peaks, strict=True)):
-        share = idle / timeline.makespan if timeline.makespan else 0.0
+    for rank, (idle, peak) in enumerate(zip(summary.idle, summary.peaks, strict=True)):
+        share = idle / summary.makespan if summary.makespan else 0.0
         rows.append((str(rank), f"{idle:.6g}", f"{share:.1%}", str(peak)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([f"makespan {timeline.makespan:.6g}, bubble {timeline.bubble:.2%}", *table])
+    return "\n".join([f"makespan {summary.makespan:.6g}, bubble {summary.bubble:.2%}", *table])

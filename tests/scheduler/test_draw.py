@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from pipert.scheduler.action import Kind
 from pipert.scheduler.costs import Costs
-from pipert.scheduler.draw import svg, text
 from pipert.scheduler.draw.palette import colour, is_light
+from pipert.scheduler.draw.svg import svg
+from pipert.scheduler.draw.text import text
 from pipert.scheduler.generators.gpipe import gpipe
 from pipert.scheduler.generators.interleaved import interleaved
 from pipert.scheduler.generators.one_f_one_b import one_f_one_b
