@@ -86,8 +86,8 @@ class ParallelConfig(Section):
         chunks: stages a pipeline rank; 1 leaves a searched schedule the choice between one and two.
         in_flight: for a searched schedule, the most micro-batches whose activations a rank keeps; default ``pp``.
         micro_batch: sequences a micro-batch.
-        recompute: activations computed again in the backward pass instead of kept: none, those inside each block, or
-            everything inside a stage.
+        recompute: activations computed again in the backward pass instead of kept: none, those of
+            attention (selective), those inside each block, or everything inside a stage.
     """
 
     pp: AtLeastOne = 1
@@ -97,7 +97,7 @@ class ParallelConfig(Section):
     chunks: AtLeastOne = 1
     in_flight: AtLeastOne | None = None
     micro_batch: AtLeastOne = 1
-    recompute: Literal["none", "block", "full"] = "none"
+    recompute: Literal["none", "selective", "block", "full"] = "none"
 
     @property
     def world(self) -> int:

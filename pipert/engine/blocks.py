@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from pipert.engine.deferred import Deferred, Products, deferring
-from pipert.engine.structure import flatten
-from pipert.errors import BoundaryError
+from pipert.engine.recompute import Again, Marked, Recompute, recomputed
 from pipert.randomness import Draw, digest, drawing
 
 Call = Callable[[str, nn.Module, tuple[Any, ...]], Any]
@@ -75,23 +73,55 @@ class global_generator:
         _GENERATOR.release()
 
 
+class generator_again:
+    """Torch's global generators as they are where this is made, for a run later; they are restored afterwards."""
+
+    __slots__ = ("_before", "_device", "_inside")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._inside = _states(device)
+        self._before: list[torch.Tensor] = []
+
+    def __enter__(self) -> None:
+        _GENERATOR.acquire()
+        self._before = _states(self._device)
+        _set_states(self._device, self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        _set_states(self._device, self._before)
+        _GENERATOR.release()
+
+
+def _states(device: torch.device) -> list[torch.Tensor]:
+    states: list[torch.Tensor] = [torch.default_generator.get_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
+
+
+def _set_states(device: torch.device, states: list[torch.Tensor]) -> None:
+    torch.default_generator.set_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
+
+
 class BlockRunner:
     """Runs the blocks of one stage, for one micro-batch at a time.
 
     Args:
         blocks: name and module of each.
         device: where they live.
-        recompute: drop each block's activations after its forward, and compute them again for its backward.
+        recompute: what is computed again in the backward (``full`` is the stage's business).
 
     Attributes:
         draw: the step and samples that the next blocks compute.
         deferred: where they leave the weight gradients that are put off; None if none are.
     """
 
-    def __init__(self, blocks: dict[str, nn.Module], device: torch.device, recompute: bool) -> None:
+    def __init__(self, blocks: dict[str, nn.Module], device: torch.device, recompute: Recompute = "none") -> None:
         self.draw = Draw(0, 0, ())
         self.deferred: Deferred | None = None
-        self.recompute = recompute
+        self._recompute = recompute
+        self._marked = {n: Marked(module, n) for n, module in blocks.items()} if recompute == "selective" else {}
         self._device = device
         self._global = {name: uses_global_random(module) for name, module in blocks.items()}
         self._products = {name: Products(module) for name, module in blocks.items()}
@@ -99,21 +129,29 @@ class BlockRunner:
     def __call__(self, name: str, module: nn.Module, *values: Any) -> Any:
         """Run a block on values."""
         run = self.bound(name, module, self._global[name])
-        if self.recompute and torch.is_grad_enabled():
+        if self._recompute == "block" and torch.is_grad_enabled():
             return recomputed(run, module, f"block {name}", *values)
         return run(*values)
 
     def bound(self, name: str, function: Callable[..., Any], draws: bool) -> Callable[..., Any]:
         """The function as the present micro-batch needs it, with its random numbers, whenever it is called."""
-        draw, deferred, device, products = (
-            self.draw,
-            self.deferred,
-            self._device,
-            self._products.setdefault(name, Products()),
-        )
+        draw, deferred, device = self.draw, self.deferred, self._device
+        products, marked = self._products.setdefault(name, Products()), self._marked.get(name)
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            with drawing(draw), deferring(deferred, products):
+                yield
+
+        def again(layer: nn.Module) -> Again:
+            """What is around a marked layer's second run: as far as it may draw global numbers, those of the first."""
+            if not (draws and uses_global_random(layer)):
+                return around
+            state = generator_again(device)
+            return lambda: _both(around(), state)
 
         def run(*values: Any) -> Any:
-            with drawing(draw), deferring(deferred, products):
+            with drawing(draw), deferring(deferred, products), marked.once_more(again) if marked else nullcontext():
                 if not draws:
                     return function(*values)
                 with global_generator(draw, name, device):
@@ -122,44 +160,7 @@ class BlockRunner:
         return run
 
 
-def recomputed(run: Callable[..., Any], module: nn.Module, what: str, *values: Any) -> Any:
-    """Call ``run(*values)`` without keeping its activations; its backward calls it again first.
-
-    The second run changes no buffers (such as running statistics): the first one did.
-
-    Raises:
-        BoundaryError: the values were changed in place, so a second run would start from something else.
-    """
-    tensors, _ = flatten(values)
-    versions = [tensor._version for tensor in tensors]
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), keeping_buffers(module)
-
-    result = checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-    for tensor, version in zip(tensors, versions, strict=True):
-        if tensor._version != version:
-            raise BoundaryError(
-                f"{what} changes its input of shape {list(tensor.shape)} in place, so it cannot be recomputed from it; "
-                "use "
-                'recompute="none", or let the block work on a clone'
-            )
-    return result
-
-
 @contextmanager
-def keeping_buffers(module: nn.Module) -> Iterator[None]:
-    """Let the module work on copies of its buffers, and put the originals back."""
-    originals = [
-        (owner, name, buffer)
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
-    for owner, name, buffer in originals:
-        owner._buffers[name] = buffer.clone()
-    try:
+def _both(one: AbstractContextManager[object], other: AbstractContextManager[object]) -> Iterator[None]:
+    with one, other:
         yield
-    finally:
-        for owner, name, buffer in originals:
-            owner._buffers[name] = buffer

@@ -18,11 +18,12 @@ from pipert.engine.loss import CountFunction, LossFunction, Widened, default_cou
 from pipert.engine.norm import gradient_norm, multiply
 from pipert.engine.planner import Planner
 from pipert.engine.programs import ProgramKey, Programs, ScheduleSource
+from pipert.engine.recompute import RecomputeSetting, per_stage
 from pipert.engine.refusals import together
 from pipert.engine.result import StepResult
 from pipert.engine.session import Call, Session
 from pipert.engine.settings import Settings, usable_device
-from pipert.engine.stage import Recompute, Stage, warm_up
+from pipert.engine.stage import Stage, warm_up
 from pipert.engine.timings import gather
 from pipert.errors import ConfigError
 from pipert.graph.model_graph import ModelGraph
@@ -72,7 +73,9 @@ class Pipeline:
         chunks: stages a rank, for schedules by name; those in a V have two by themselves; 1 leaves ``auto`` the choice.
         cuts: own cuts: the number of blocks of each stage, or the first block of each stage but the first.
         example: inputs of one micro-batch, to measure the blocks with; otherwise their times are estimated.
-        recompute: keep all activations (``none``), only those between blocks (``block``) or between stages (``full``).
+        recompute: what is computed again in the backward instead of kept: ``none``, the attention between its
+            projections (``selective``; other layers by ``recompute_me``), every ``block``, or stages in ``full``; or
+            one of them for each stage, or ``{stage: mode}``. See `pipert.engine.recompute`.
         count_fn: what a micro-batch's targets count; by default the targets that are not ignored where they are class
             indices (``loss_fn.ignore_index``, else -100), else their elements.
         seed: of initial weights on the meta device, and of dropout.
@@ -110,7 +113,7 @@ class Pipeline:
         chunks: int = 1,
         cuts: Sequence[int] | Sequence[str] | None = None,
         example: object = None,
-        recompute: Recompute = "none",
+        recompute: RecomputeSetting = "none",
         count_fn: CountFunction | None = None,
         seed: int = 0,
         dynamic: bool = False,
@@ -143,6 +146,8 @@ class Pipeline:
                 auto,
             )
             made = None if searched else self._make_programs(schedule, microbatches, chunks)
+            if made is not None:
+                per_stage(recompute, made.placement.num_stages)
             traced = trace(model, example)
             if settings.dtype is not None:
                 name, itemsize = str(settings.dtype).removeprefix("torch."), settings.dtype.itemsize
@@ -154,10 +159,12 @@ class Pipeline:
         self.graph = weigh(traced, self._settings, mesh, stages, halves=searched)
         self._planner = Planner(mesh, self._settings, self.graph, self._semantics)
         self._programs = programs or self._make_programs(self._planner.choose(), microbatches, 1)
+        number = self._programs.placement.num_stages
+        self._recompute = together(mesh.world, lambda: per_stage(recompute, number))
         self.partition: Partition = together(mesh.world, self._cut)
         parts = build(traced, self.graph, self.partition.assignment, self._programs.placement, mesh, self._settings)
         self.proof: Proof = together(mesh.world, lambda: self._programs.proof(self._usual(parts.ties)))
-        together(mesh.world, lambda: warm_up(recompute))
+        together(mesh.world, lambda: warm_up(set(self._recompute) != {"none"}))
         self._parts = parts
         self._device = self._settings.device or _device_of(parts.modules)
         count = count_fn or default_count(loss_fn)
@@ -177,7 +184,10 @@ class Pipeline:
     def _cut(self) -> Partition:
         placement = self._programs.placement
         limits = [
-            StageLimit(in_flight=live) for live in in_flight(self._programs.schedule(self._settings.microbatches))
+            StageLimit(in_flight=live, recompute=mode)
+            for live, mode in zip(
+                in_flight(self._programs.schedule(self._settings.microbatches)), self._recompute, strict=True
+            )
         ]
         precision = self._settings.precision or Precision()
         state = precision.state_bytes() / precision.parameters.itemsize
@@ -191,7 +201,7 @@ class Pipeline:
         half = settings.precision is not None and settings.precision.parameters in HALF
         loss_fn = Widened(settings.loss_fn) if half else settings.loss_fn
         return {
-            number: Stage(number, module, self._device, settings.recompute, loss_fn if number == last else None)
+            number: Stage(number, module, self._device, self._recompute[number], loss_fn if number == last else None)
             for number, module in self._parts.modules.items()
         }
 

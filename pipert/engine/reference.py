@@ -83,5 +83,5 @@ def _whole(model: nn.Module, example: Any) -> tuple[BlockRunner, StageModule]:
     name_layers(model)
     traced = trace(model, example)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    runner = BlockRunner({name: block.module for name, block in traced.blocks.items()}, device, recompute=False)
+    runner = BlockRunner({name: block.module for name, block in traced.blocks.items()}, device)
     return runner, stage_module(traced, 0, [list(traced.blocks)], runner)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipert.engine.blocks import BlockRunner, recomputed, uses_global_random
+from pipert.engine.blocks import BlockRunner, uses_global_random
 from pipert.engine.boundary import Entry, Handover
 from pipert.engine.deferred import Deferred
 from pipert.engine.loss import LossFunction, weighted
+from pipert.engine.recompute import Recompute, recomputed
 from pipert.errors import ConfigError
 from pipert.graph.stage import StageModule
 from pipert.randomness import Draw
 
-Recompute = Literal["none", "block", "full"]
 #: Of the tensors that cross a boundary and require one; None where the later stages do not use the tensor.
 Gradients = Sequence[torch.Tensor | None]
 
@@ -65,7 +65,7 @@ class Stage:
         index: which stage.
         module: what it runs.
         device: where.
-        recompute: nothing, each block or the whole stage is computed a second time instead of kept.
+        recompute: what is computed a second time instead of kept, see `pipert.engine.recompute`.
         loss_fn: on the last stage.
 
     Attributes:
@@ -85,7 +85,7 @@ class Stage:
         self.device = device
         self.live: dict[int, _Live] = {}
         self._recompute_all = recompute == "full"
-        self._runner = BlockRunner({b.name: b.module for b in module.blocks}, device, recompute == "block")
+        self._runner = BlockRunner({b.name: b.module for b in module.blocks}, device, recompute)
         self._loss_fn = loss_fn
         self._loss_draws = uses_global_random(loss_fn)
         self._anchor = torch.zeros((), requires_grad=True)
@@ -231,14 +231,14 @@ class Stage:
         return [gradient if gradient is None else _unshared(gradient) for gradient in found]
 
 
-def warm_up(recompute: Recompute) -> None:
+def warm_up(recompute: bool) -> None:
     """Let torch import now what it imports when the first backward, or recompute, runs: about a second of computing.
 
     In the first step the ranks of a pipeline would do so one after another, each while all others wait.
     """
     with torch.enable_grad():
         root = torch.zeros((), requires_grad=True) * 1
-        if recompute != "none":
+        if recompute:
             root = recomputed(torch.clone, torch.nn.Identity(), "nothing", root)
         torch.autograd.backward([get_gradient_edge(root)], [torch.ones(())])
 

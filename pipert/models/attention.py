@@ -22,6 +22,8 @@ class Attention(nn.Module):
     ``qkv.weight`` holds the rows of all queries, then all keys, then all values; within each, head by head.
     """
 
+    recompute_me = "core"  #: what ``recompute="selective"`` computes again
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
@@ -31,14 +33,18 @@ class Attention(nn.Module):
 
     def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
         """Shape (samples, positions, hidden) to the same; position t sees positions 0..t."""
+        y_BTH: torch.Tensor = self.out(self.core(self.qkv(x_BTH)))
+        return y_BTH
+
+    def core(self, rows: torch.Tensor) -> torch.Tensor:
+        """Attention between the projections: no parameters, little to compute for what it keeps."""
         config = self.config
-        samples, positions, _ = x_BTH.shape
-        heads = self.qkv(x_BTH).view(samples, positions, -1, config.head_width).transpose(1, 2)
-        q_BNTD, k_BKTD, v_BKTD = heads.split([config.heads, config.key_heads, config.key_heads], dim=1)
+        samples, positions, _ = rows.shape
+        heads = rows.view(samples, positions, -1, config.head_width).transpose(1, 2)
+        q_BNTD, k_BKTD, v_BKTD = torch.split(heads, [config.heads, config.key_heads, config.key_heads], dim=1)
         if config.positions == "rotary":
             q_BNTD, k_BKTD = rotate(q_BNTD, config.rotary_base), rotate(k_BKTD, config.rotary_base)
         y_BNTD = F.scaled_dot_product_attention(
             q_BNTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=config.key_heads != config.heads
         )
-        y_BTH: torch.Tensor = self.out(y_BNTD.transpose(1, 2).reshape(samples, positions, config.hidden))
-        return y_BTH
+        return y_BNTD.transpose(1, 2).reshape(samples, positions, config.hidden)

@@ -27,6 +27,7 @@ class StageLimit:
         memory: bytes, None for no limit.
         in_flight: micro-batches whose activations live at once, as the schedule has it (1F1B on p stages: p - stage).
         blocks: at most this many blocks, None for no limit.
+        recompute: what is computed again in the backward instead of kept: ``none``, ``selective``, ``block``, ``full``.
 
     Raises:
         PartitionError: a number that is no limit.
@@ -35,6 +36,7 @@ class StageLimit:
     memory: int | None = None
     in_flight: int = 1
     blocks: int | None = None
+    recompute: str = "none"
 
     def __post_init__(self) -> None:
         for name, least in (("memory", 0), ("in_flight", 0), ("blocks", 1)):
@@ -118,6 +120,36 @@ class Memory:
         """Bytes that each block keeps for the backward of one micro-batch."""
         return np.array([block.activation_bytes or 0 for block in self.graph.blocks], dtype=np.int64)
 
+    @cached_property
+    def inputs(self) -> Array:
+        """Bytes that each block is given for one micro-batch, as far as they are known."""
+        given = np.zeros(len(self.graph.blocks), dtype=np.int64)
+        for edge in self.graph.edges:
+            if edge.target in self.graph.index:
+                given[self.graph.index[edge.target]] += edge.nbytes or 0
+        return given
+
+    def activations(self, places: Sequence[int], limit: StageLimit) -> int:
+        """Bytes of activations at the peak, in a stage of the blocks at these places.
+
+        Recomputing a block or a stage needs all of its activations for a moment. What ``selective`` saves is unknown
+        here, so it counts as ``none``.
+        """
+        kept = int(self.kept[list(places)].sum())
+        if limit.recompute == "block":
+            return limit.in_flight * int(self.inputs[list(places)].sum()) + int(self.kept[list(places)].max())
+        if limit.recompute == "full":
+            return limit.in_flight * int(self.inputs[places[0]]) + kept
+        return limit.in_flight * kept
+
+    def _bounds(self, limit: StageLimit) -> tuple[Array, int]:
+        """Bytes for each block, and bytes on top, that are together never less than `activations`."""
+        if limit.recompute == "block":
+            return limit.in_flight * self.inputs, int(self.kept.max(initial=0))
+        if limit.recompute == "full":
+            return self.kept, limit.in_flight * int(self.inputs.max(initial=0))
+        return limit.in_flight * self.kept, 0
+
     def reach(self, order: Sequence[str], limits: Sequence[StageLimit]) -> Reach:
         """How far stages get under these limits when blocks stand in this order."""
         kinds = list(dict.fromkeys(limits))
@@ -128,11 +160,13 @@ class Memory:
         used = [self.groups.get(name, []) for name in order]
         first = back.ints(np.cumsum([0, *map(len, used)]))
         group = back.ints([g for groups in used for g in groups] or [0])
-        own, kept, size = back.ints(self.own[places]), back.ints(self.kept[places]), back.ints(self.shared or [0])
+        own, size = back.ints(self.own[places]), back.ints(self.shared or [0])
         count, reach = back.blank(len(size)), back.blank(n)
         for r, kind in enumerate(kinds):
             if kind.memory is not None:
-                back.run(memory_reach, own, kept, first, group, size, kind.in_flight, kind.memory, count, reach)
+                kept, on_top = self._bounds(kind)
+                room = max(kind.memory - on_top, 0)
+                back.run(memory_reach, own, back.ints(kept[places]), first, group, size, 1, room, count, reach)
                 rows[r] = np.asarray(reach)
             if kind.blocks is not None:
                 rows[r] = np.minimum(rows[r], np.arange(n) + kind.blocks)

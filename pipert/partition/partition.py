@@ -219,7 +219,7 @@ def describe(
             parameter_bytes=nbytes[s],
             activation_bytes=None if unknown[s] else kept[s],
             in_flight=limit.in_flight,
-            memory=None if unknown[s] else own[s] + limit.in_flight * kept[s],
+            memory=None if unknown[s] else own[s] + memory.activations([graph.index[name] for name in names], limit),
             limit=limit.memory,
         )
         for s, (names, limit) in enumerate(zip(assignment, limits, strict=True))
