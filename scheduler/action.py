@@ -1,7 +1,8 @@
 """Actions: the words in which schedules, programs, traces and error messages speak.
 
 An action is ``(stage, kind, micro-batch)``. Its text form puts the three together, ``2F0`` is the forward of stage 2 on
-micro-batch 0, and is the same in code, file, trace, picture and log. Kinds without a micro-batch (``2REDUCE``) omit it.
+micro-batch 0, and is the same in code, file, trace, picture and log. Kinds without a micro-batch (``2REDUCE``,
+``2STEP``) omit it; other kinds may have another number in its place (of a tied weight in ``2TIE0``).
 """
 
 from __future__ import annotations
@@ -44,6 +45,13 @@ class Kind(IntEnum):
     SUM_H = 17  #: the sum of all shards' input gradients goes to the last stage
     SUM_E = 18  #: each rank looks up what its shard of the embedding has; the sum goes to the first stage
     CAST_E = 19  #: the gradient of the first stage's input goes to every rank
+    # ZeRO and updates (docs/zero.md).
+    SCATTER = 20  #: sum a micro-batch's gradients of the stage over its replicas; each keeps its shard of the sum
+    GATHER = 21  #: fetch the other replicas' shards of the stage's weights (numbered within the stage)
+    FREE = 22  #: let go of what the GATHER of the same number has fetched
+    NORM = 23  #: find the norm of all gradients of the model, over all ranks, and decide on the update
+    STEP = 24  #: update the stage's weights, or this replica's shard of them
+    UNDO = 25  #: put the stage's weights back to what they were before its STEP
 
     @property
     def is_compute(self) -> bool:
@@ -68,8 +76,11 @@ class Kind(IntEnum):
     @property
     def has_microbatch(self) -> bool:
         """Whether the text form carries a number behind the kind."""
-        return self is not Kind.REDUCE
+        return self not in NUMBERLESS
 
+
+#: Kinds that a rank does at most once a step for each stage, and so have no number.
+NUMBERLESS = frozenset((Kind.REDUCE, Kind.NORM, Kind.STEP, Kind.UNDO))
 
 #: What a spread vocabulary adds to the computations of a rank,
 VOCABULARY_WORK = (Kind.S, Kind.T, Kind.G)

@@ -50,6 +50,10 @@ class Costs:
         broadcast: CAST_H and CAST_E, likewise.
         statistics: STATS, likewise.
         total: SUM_H and SUM_E, likewise.
+        scatter: SCATTER of a stage.
+        gather: GATHER of a stage.
+        norm: NORM.
+        step: STEP of a stage; UNDO takes as long. A FREE takes no time.
 
     Raises:
         CostError: a value is no duration: not a number, not finite, or negative.
@@ -69,6 +73,10 @@ class Costs:
     broadcast: PerStage = 0.0
     statistics: PerStage = 0.0
     total: PerStage = 0.0
+    scatter: PerStage = 0.0
+    gather: PerStage = 0.0
+    norm: PerStage = 0.0
+    step: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -92,9 +100,11 @@ class Costs:
         inputs, weights = self._halves(rows)
         table = np.zeros((len(Kind), num_stages))
         table[Kind.F], table[Kind.B], table[Kind.I], table[Kind.W] = rows["forward"], rows["backward"], inputs, weights
-        table[Kind.REDUCE], table[Kind.TIE] = rows["reduce"], rows["tie"]
         for kind, name in _VOCABULARY.items():
             table[kind] = rows[name]
+        for kind in (Kind.REDUCE, Kind.TIE, Kind.SCATTER, Kind.GATHER, Kind.NORM, Kind.STEP):
+            table[kind] = rows[kind.name.lower()]
+        table[Kind.UNDO] = rows["step"]
         for kind, (_, offset) in COUNTERPART.items():
             boundary = rows["meta" if kind in TELLS else "comm"]
             table[kind] = boundary if offset > 0 else np.roll(boundary, 1)

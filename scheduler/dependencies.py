@@ -66,6 +66,11 @@ BRINGS: dict[tuple[ValueKind, int], Kind] = {
     carried: kind for kind, carried in CARRIES.items() if kind not in TELLS and not kind.is_send
 }
 
+#: What makes a stage's gradients whole; the ones of a stage follow one another.
+SUMS = (Kind.REDUCE, Kind.TIE, Kind.SCATTER)
+
+#: What uses the weights of its stage, and so waits for the GATHER before it.
+USES_WEIGHTS = (*NEEDS, Kind.FREE)
 
 #: The kinds that add to the weight gradients of their stage.
 ADDS_WEIGHT = (*(kind for kind, values in MAKES.items() if ValueKind.WEIGHT in values), Kind.T, Kind.G)

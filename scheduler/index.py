@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, MICROBATCH_MASK, STAGE_SHIFT, Action, Kind
+from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, MICROBATCH_MASK, NUMBERLESS, STAGE_SHIFT, Action, Kind
 from pipert.scheduler.dependencies import MAKES, ValueKind
 from pipert.scheduler.program import Program
 from pipert.scheduler.row import ActionRow, Codes
@@ -122,6 +122,11 @@ def index(target: Schedule | Program) -> Index:
     return Index(target, codes, offsets, owners, usable, again, sparse, tables)
 
 
+def most_gathers(microbatches: int) -> int:
+    """How often a stage's weights can be gathered in a step: once for each of its computations; once in an update."""
+    return max(3 * microbatches, 1)
+
+
 def is_sparse(places: int, actions: int) -> bool:
     """Whether so many of ``stages * microbatches`` places are empty that tables of them would only waste memory."""
     return places > MAX_SPARSITY * (actions + 1024)
@@ -156,8 +161,10 @@ def _widths(target: Schedule | Program) -> npt.NDArray[np.int64]:
     widths[[kind for kind in Kind if kind.is_scheduled or program]] = max(target.microbatches, 0)
     if program and program.vocabulary is None:
         widths[list(VOCABULARY_KINDS)] = 0
-    widths[Kind.REDUCE] = 1 if program else 0
-    widths[Kind.TIE] = len(program.ties) if program else 0
+    if program:
+        widths[list(NUMBERLESS)] = 1
+        widths[Kind.TIE] = len(program.ties)
+        widths[[Kind.GATHER, Kind.FREE]] = most_gathers(target.microbatches)
     return widths
 
 

@@ -134,6 +134,7 @@ def run_program(wiring: Wiring, durations: npt.NDArray[np.float64]) -> PlayedPro
         index.codes,
         index.owners,
         wiring.needs,
+        wiring.also,
         wiring.ring,
         wiring.unit,
         wiring.behind,

@@ -31,6 +31,11 @@ class Program:
             them. ``num_stages`` means forward only (evaluation).
         ties: for every group of tied weights the stages that hold a copy.
         vocabulary: embedding and head are spread over all ranks; None where they are blocks of stages.
+        zero: the ZeRO stage over the replicas (Rajbhandari et al. 2020). From 1 on, what a STEP updates is this
+            replica's shard, and a GATHER behind it fetches the others' shards; at 3 weights live as shards, and every
+            computation stands between a GATHER and a FREE.
+
+    A program of no micro-batches is an update alone: it has no computations, only NORM, STEP, GATHER and UNDO.
     """
 
     schedule: Schedule
@@ -40,6 +45,7 @@ class Program:
     trainable_from: int = 0
     ties: tuple[tuple[int, ...], ...] = ()
     vocabulary: Vocabulary | None = None
+    zero: int = 0
 
     def __post_init__(self) -> None:
         if self.groups and not any(self.groups):  # one spelling of "no groups", so that equal programs compare equal

@@ -8,7 +8,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, MICROBATCH_MASK, STAGE_SHIFT, Action, Kind
+from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, MICROBATCH_MASK, NUMBERLESS, STAGE_SHIFT, Action, Kind
 from pipert.scheduler.errors import ActionError
 
 Codes = npt.NDArray[np.int64]
@@ -102,7 +102,7 @@ class ActionRow(Sequence[Action]):
         """The text form of every action."""
         names = [kind.name for kind in Kind]
         fields = zip(self.stages.tolist(), self.kinds.tolist(), self.microbatches.tolist(), strict=True)
-        return [f"{stage}{names[kind]}{'' if kind == Kind.REDUCE else number}" for stage, kind, number in fields]
+        return [f"{stage}{names[kind]}{'' if kind in NUMBERLESS else number}" for stage, kind, number in fields]
 
     def __str__(self) -> str:
         return " ".join(self.words())

@@ -26,9 +26,11 @@ class Semantics:
     channel. Where operations are blocking, the rank waits at the group's end, for all of them.
 
     Collectives share no queue with messages. A TIE completes when every rank of the tie has posted it (a rank with
-    several copies adds them itself and takes part with its last TIE); a REDUCE is among replicas that run the same
-    program, so it completes by itself. The collectives of one stage follow one another: each holds the rank until the
-    one before it is complete. The step ends when every operation is complete.
+    several copies adds them itself and takes part with its last TIE), a NORM when every rank has; a REDUCE, SCATTER or
+    GATHER is among replicas that run the same program, so it completes by itself. The sums of one stage (REDUCE,
+    SCATTER, TIE) follow one another: each holds the rank until the one before it is complete. A computation holds the
+    rank until the GATHER before it is complete, a STEP until the last of the sums that it uses is, or the NORM. The
+    step ends when every operation is complete.
 
     Attributes:
         name: what error messages call it.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from pipert.scheduler.action import COUNTERPART, KIND_MASK, KIND_SHIFT, STAGE_SHIFT, VOCABULARY_COLLECTIVES, Kind
-from pipert.scheduler.dependencies import AWAITS, BRINGS, GIVES, NEEDS, TELLS
+from pipert.scheduler.dependencies import AWAITS, BRINGS, GIVES, NEEDS, SUMS, TELLS, USES_WEIGHTS
 from pipert.scheduler.index import Index
 from pipert.scheduler.program import Program
 from pipert.scheduler.semantics import Semantics
@@ -94,11 +94,12 @@ def counterparts(codes: Ints) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Wiring:
-    """The arrays `needs`, `ring`, `unit`, `behind` and `pending` of `worklist.play_program`, int32 ``[actions]``."""
+    """The arrays of the same names that `worklist.play_program` takes, int32 ``[actions]``."""
 
     index: Index
     semantics: Semantics
     needs: Positions
+    also: Positions
     ring: Positions
     unit: Positions
     behind: Positions
@@ -118,10 +119,12 @@ def wire(index: Index, program: Program) -> Wiring:
     _join_collectives(index, needs, ring)
     if program.vocabulary is not None:
         _spread(index, needs, ring)
+    also = _hold_for_weights(index, needs, ring)
+    _hold_steps(index, program, needs)
     for rank in range(program.num_ranks):
         for queue in queues(index, rank, program.semantics):
             _line_up(queue, unit, behind, pending)
-    return Wiring(index, program.semantics, needs, ring, unit, behind, pending)
+    return Wiring(index, program.semantics, needs, also, ring, unit, behind, pending)
 
 
 def _units(index: Index, program: Program) -> Positions:
@@ -170,18 +173,55 @@ def _pair(index: Index, semantics: Semantics, rows: list[Messages], ring: Positi
 
 
 def _join_collectives(index: Index, needs: Positions, ring: Positions) -> None:
-    """Join the ranks of every tie, and let the collectives of one stage follow one another."""
-    tables = [index.table(kind) for kind in (Kind.REDUCE, Kind.TIE) if index.has(kind)]
-    if not tables:
-        return
-    for row in np.concatenate(tables, axis=1):
-        stage = np.sort(row[row >= 0])
+    """Join the ranks of every tie and of the norm, and let the sums of one stage follow one another."""
+    for stage in _by_stage(index, SUMS):
         ring[stage] = stage
         needs[stage[1:]] = stage[:-1]
-    for column in tables[-1].T if index.has(Kind.TIE) else ():
-        last_of_rank = {index.locate(position)[0]: position for position in np.sort(column[column >= 0]).tolist()}
-        members = list(last_of_rank.values())
-        ring[members] = members[1:] + members[:1]
+    for kind in (Kind.TIE, Kind.NORM):
+        for column in index.table(kind).T if index.has(kind) else ():
+            last_of_rank = {index.locate(position)[0]: position for position in np.sort(column[column >= 0]).tolist()}
+            members = list(last_of_rank.values())
+            ring[members] = members[1:] + members[:1]
+
+
+def _by_stage(index: Index, kinds: Sequence[Kind]) -> list[Positions]:
+    """For each stage the positions of its actions of some kinds, in order."""
+    tables = [index.table(kind) for kind in kinds if index.has(kind)]
+    nothing = np.zeros(0, dtype=np.int32)
+    if not tables:
+        return [nothing] * index.num_stages
+    return [np.sort(row[row >= 0]) for row in np.concatenate(tables, axis=1)]
+
+
+def _hold_for_weights(index: Index, needs: Positions, ring: Positions) -> Positions:
+    """Let whatever uses weights wait for the GATHER before it; returns `also`."""
+    if not index.has(Kind.GATHER):
+        return np.zeros(0, dtype=np.int32)
+    also = np.full_like(needs, -1)
+    gathers = _by_stage(index, [Kind.GATHER])
+    for kind in USES_WEIGHTS:
+        slots = needs if kind is Kind.FREE else also  # computations wait for a message too
+        for fetched, using in zip(gathers, _by_stage(index, [kind]), strict=True):
+            before = np.searchsorted(fetched, using) - 1
+            slots[using[before >= 0]] = fetched[before[before >= 0]]
+    for fetched in gathers:
+        ring[fetched] = fetched
+    return also
+
+
+def _hold_steps(index: Index, program: Program, needs: Positions) -> None:
+    """Let every STEP wait for the last sum that it uses, of its stage or its tied weights, or for the norm."""
+    if not index.has(Kind.STEP):
+        return
+    sums, norms = _by_stage(index, SUMS), _by_stage(index, [Kind.NORM])
+    for stage, steps in enumerate(_by_stage(index, [Kind.STEP])):
+        rank = index.owners[stage]
+        here = np.flatnonzero(index.owners == rank)
+        own = [tie for tie, copies in enumerate(program.ties) if stage in copies and index.has(Kind.TIE)]
+        ties = [index.table(Kind.TIE)[here, tie] for tie in own]
+        awaited = np.concatenate([sums[stage], *ties, *(norms[other] for other in here)])
+        for step in steps.tolist():
+            needs[step] = awaited[awaited < step].max(initial=-1)
 
 
 def _spread(index: Index, needs: Positions, ring: Positions) -> None:

@@ -18,6 +18,12 @@ _TONES: dict[Kind, tuple[float, float, float]] = {
     Kind.T: (88, 0.33, 0.50),
     Kind.G: (128, 0.33, 0.40),
     **dict.fromkeys(VOCABULARY_COLLECTIVES, (48, 0.58, 0.45)),
+    Kind.SCATTER: (268, 0.52, 0.45),
+    Kind.GATHER: (46, 0.40, 0.62),
+    Kind.FREE: (46, 0.60, 0.25),
+    Kind.NORM: (292, 0.40, 0.35),
+    Kind.STEP: (110, 0.33, 0.45),
+    Kind.UNDO: (0, 0.40, 0.45),
 }
 _MESSAGE_TONE = (215, 0.60, 0.14)
 
@@ -37,6 +43,12 @@ NAMES: dict[Kind, str] = {
     Kind.SUM_H: "last output's gradient",
     Kind.SUM_E: "embedding",
     Kind.CAST_E: "embedding's gradient to all",
+    Kind.SCATTER: "reduction to shards",
+    Kind.GATHER: "gathering of weights",
+    Kind.FREE: "freeing of weights",
+    Kind.NORM: "norm of the gradients",
+    Kind.STEP: "update",
+    Kind.UNDO: "update undone",
 }
 
 

@@ -77,7 +77,7 @@ def _is_program(line: int, words: str) -> bool:
 
 def _read_line(line: int, words: str, contents: _Contents) -> None:
     keyword, rest = (*words.split(None, 1), "")[:2]
-    for_programs = ("transport", "trainable_from", "tie", "vocabulary", "schedule")
+    for_programs = ("transport", "trainable_from", "zero", "tie", "vocabulary", "schedule")
     known = ["name", "microbatches", "placement", "rank", *for_programs]
     if keyword not in known:
         near = get_close_matches(keyword, known, n=1)
@@ -183,6 +183,7 @@ _FIELDS: Mapping[str, Callable[[int, str], Any]] = {
     "transport": _transport,
     "trainable_from": _number,
     "vocabulary": _vocabulary,
+    "zero": _number,
 }
 
 
@@ -212,6 +213,7 @@ def _build(contents: _Contents) -> Schedule | Program:
         fields.get("trainable_from", 0),
         tuple(contents.ties),
         vocabulary=fields.get("vocabulary"),
+        zero=fields.get("zero", 0),
     )
 
 

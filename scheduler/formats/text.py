@@ -10,13 +10,14 @@
               | "placement" number { number }            the rank of every stage
               | "transport" name { option "=" value }    program: the message rules it is for
               | "trainable_from" number                  program: the first stage with a backward (0)
+              | "zero" number                            program: the ZeRO stage over its replicas (0)
               | "tie" number { number }                  program: the stages with a copy of one weight
               | "vocabulary" ( [ "embedding" ] [ "head" ] | "frozen" )
                                                          program: spread over all ranks, and what of it is trained
     row       = "rank" number ":" { action | group }     what the rank does, in order
               | "schedule" number ":" { action }         program: the rank's row of the schedule it was made from
     group     = "{" { action } "}"                       program: messages issued together
-    action    = number kind [ number ]                   as `Action.parse` reads it: 2F0, 1SEND_B3, 2REDUCE
+    action    = number kind [ number ]                   as `Action.parse` reads it: 2F0, 1SEND_B3, 2STEP
     name      = a word, or a JSON string
     comment   = "#" and the rest of the line
 
@@ -35,7 +36,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipert.scheduler.action import Kind
+from pipert.scheduler.action import NUMBERLESS, Kind
 from pipert.scheduler.errors import FormatError
 from pipert.scheduler.formats.reader import VERSION, read
 from pipert.scheduler.program import Program, Span
@@ -100,6 +101,8 @@ def _program(program: Program) -> Iterator[str]:
     if program.trainable_from < 0 or not all(tie and min(tie) >= 0 for tie in program.ties):
         numbers = f"trainable_from {program.trainable_from}, ties {program.ties}"
         raise FormatError(f"{numbers} have no text form; stages are numbered from 0, and a tie has some")
+    if program.zero:
+        yield f"zero {program.zero}"
     if program.trainable_from:
         yield f"trainable_from {program.trainable_from}"
     for tie in program.ties:
@@ -138,7 +141,8 @@ def _transport(semantics: Semantics) -> str:
 def _words(row: ActionRow, rank: int) -> list[str]:
     """The actions of a row as text."""
     kinds = row.kinds
-    odd = np.flatnonzero((row.codes < 0) | (kinds >= len(Kind)) | ((kinds == Kind.REDUCE) & (row.microbatches != 0)))
+    numbered = np.isin(kinds, list(NUMBERLESS)) & (row.microbatches != 0)
+    odd = np.flatnonzero((row.codes < 0) | (kinds >= len(Kind)) | numbered)
     if len(odd):
         raise FormatError(f"rank {rank}, action {odd[0]}: the code {row.codes[odd[0]]} has no text form")
     return row.words()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from pipert.scheduler.errors import LayoutError, ScheduleError, SemanticsError
 from pipert.scheduler.index import flatten, usable_actions
+from pipert.scheduler.lower.gathers import add_gathers
 from pipert.scheduler.lower.groups import group_exchanges
 from pipert.scheduler.lower.meta import add_sizes
 from pipert.scheduler.lower.prefetch import prefetch_receives
 from pipert.scheduler.lower.reductions import add_reductions
+from pipert.scheduler.lower.scatters import add_scatters
 from pipert.scheduler.lower.sends import add_messages
 from pipert.scheduler.lower.trainable import drop_frozen
+from pipert.scheduler.lower.updates import add_steps
 from pipert.scheduler.lower.vocabulary import spread_vocabulary
 from pipert.scheduler.program import Program
 from pipert.scheduler.schedule import Schedule
@@ -31,6 +35,9 @@ def lower(
     meta: Iterable[int] = (),
     prefetch: int = 1,
     vocabulary: Vocabulary | None = None,
+    zero: int = 0,
+    alike: bool = True,
+    early: bool = False,
 ) -> Program:
     """Write down every message and reduction of a schedule, in an order that is safe on a transport.
 
@@ -49,6 +56,11 @@ def lower(
             are live at any time.
         vocabulary: embedding and head are spread over all ranks. (Give the schedule a lag of two or so before, with
             `delay_backwards`: then computing goes on while the ranks exchange what the loss needs.)
+        zero: the ZeRO stage over the replicas. From 2 on every micro-batch's gradients are summed at once (SCATTER
+            instead of REDUCE), at 3 weights are gathered before they are used (GATHER, FREE).
+        alike: all replicas have as many micro-batches. If not, what replicas do together stands at the beginning and
+            the end, where its order does not depend on that: there is one REDUCE and one GATHER of each stage.
+        early: each stage is updated as soon as its gradients are whole (STEP).
 
     Raises:
         LayoutError: an argument is out of range.
@@ -66,6 +78,10 @@ def lower(
         raise LayoutError(f"trainable_from = {trainable_from} must be in 0 .. {schedule.num_stages}, the stages")
     if prefetch < 0:
         raise LayoutError(f"prefetch = {prefetch} must be >= 0")
+    if zero not in range(4) or (zero and not reduce):
+        raise LayoutError(f"zero = {zero} must be 0 .. 3, and above 0 there are replicas: reduce = True")
+    if zero >= 2 and vocabulary is not None:
+        raise LayoutError(f"zero = {zero} with a vocabulary that is spread over the ranks; use zero = 1")
     _check(schedule)
     copies = tuple(map(tuple, ties))
     program = Program(
@@ -77,7 +93,12 @@ def lower(
     program = add_messages(program, order)
     program = add_sizes(program, meta)
     program = prefetch_receives(program, prefetch)
-    program = add_reductions(program, reduce)
+    program = replace(program, zero=zero)
+    scatter = zero >= 2 and alike
+    program = add_scatters(program) if scatter else program
+    program = add_reductions(program, reduce and not scatter)
+    program = add_gathers(program, once=not alike) if zero == 3 else program
+    program = add_steps(program, at_end=not alike) if early else program
     return group_exchanges(program)
 
 

@@ -36,6 +36,9 @@ SENT = by_kind(
     }
 )
 
+#: Whether a kind computes on its rank.
+IS_COMPUTE = np.array([kind.is_compute for kind in Kind])
+
 #: Whether a kind is one end of a message, and whether the sending one.
 IS_MESSAGE = np.array([kind.is_message for kind in Kind])
 IS_SEND = np.array([kind.is_send for kind in Kind])
@@ -66,6 +69,13 @@ def peers_of(messages: Codes, placement: Placement) -> Codes:
     """The rank at the other end of every message."""
     peers: Codes = np.array(placement.owners)[stages_of(messages) + OFFSET[kinds_of(messages)]]
     return peers
+
+
+def next_computations(codes: Codes) -> Codes:
+    """For each place of a row, and for its end, the place of the first computation there or behind it, or the end."""
+    places = np.where(np.append(IS_COMPUTE[kinds_of(codes)], True), np.arange(len(codes) + 1), len(codes))
+    following: Codes = np.minimum.accumulate(places[::-1])[::-1]
+    return following
 
 
 def feeding(computations: Codes) -> Codes:

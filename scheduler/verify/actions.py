@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, MICROBATCH_MASK, STAGE_SHIFT, Action, Kind
+from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, MICROBATCH_MASK, NUMBERLESS, STAGE_SHIFT, Action, Kind
+from pipert.scheduler.index import most_gathers
 from pipert.scheduler.program import Program
 from pipert.scheduler.verify.fault import Fault
 from pipert.scheduler.verify.rule import Rule, Subject, where
@@ -18,7 +19,7 @@ def _out_of_bounds(subject: Subject) -> Iterator[Fault]:
     index, ranks = subject.index, subject.index.target.placement.num_ranks
     if index.target.num_ranks != ranks:
         yield Fault("bounds", f"{index.target.num_ranks} rows for a placement on {ranks} ranks; give each rank one row")
-    if index.microbatches < 1:
+    if index.microbatches < (0 if subject.program else 1):
         yield Fault("bounds", f"{index.target.microbatches} micro-batches; a step has at least one")
     if subject.program is not None:
         yield from _wrong_stages(subject.program)
@@ -36,6 +37,8 @@ def _wrong_stages(program: Program) -> Iterator[Fault]:
     stages = program.num_stages
     if not 0 <= program.trainable_from <= stages:
         yield Fault("bounds", f"trainable_from is {program.trainable_from}; with {stages} stages it is 0 to {stages}")
+    if program.zero not in range(4):
+        yield Fault("bounds", f"zero is {program.zero}; the stages of ZeRO are 0 to 3")
     for tie, copies in enumerate(program.ties):
         if not set(copies) <= set(range(stages)):
             yield Fault("bounds", f"tie {tie} is of stages {copies}; stages are 0 to {stages - 1}")
@@ -54,10 +57,13 @@ def _problem(subject: Subject, code: int) -> str | None:
     if Kind(kind) is Kind.TIE:
         ties = subject.program.ties if subject.program else ()
         return None if number < len(ties) else f"tie {number} of {len(ties)}"
-    if Kind(kind) is Kind.REDUCE:
-        return None if number == 0 else f"REDUCE takes no number, this one has {number}"
     if Kind(kind) in VOCABULARY_KINDS and (subject.program is None or subject.program.vocabulary is None):
         return f"{Kind(kind).name} belongs to a spread vocabulary, which this program has not"
+    if Kind(kind) in NUMBERLESS:
+        return None if number == 0 else f"{Kind(kind).name} takes no number, this one has {number}"
+    if Kind(kind) in (Kind.GATHER, Kind.FREE):
+        most = most_gathers(index.microbatches)
+        return None if number < most else f"number {number}; a stage's weights are gathered at most {most} times"
     if number >= index.microbatches:
         return f"micro-batch {number} of {index.microbatches}; micro-batches are 0 to {index.microbatches - 1}"
     return None
@@ -130,6 +136,8 @@ def _absent(subject: Subject) -> Iterator[Fault]:
 def _complete(subject: Subject) -> str:
     index = subject.index
     trained = index.num_stages - index.trainable_from
+    if index.microbatches == 0:
+        return "an update alone, without micro-batches"
     stages, batches = count(index.num_stages, "stage"), count(index.microbatches, "micro-batch")
     backward = f"its backward (B, or I and W) on {'each' if not index.trainable_from else count(trained, 'stage')}"
     return f"each of {batches} has its forward on each of {stages}" + (f" and {backward}" if trained else "")

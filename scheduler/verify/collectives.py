@@ -9,7 +9,7 @@ import numpy as np
 
 from pipert.scheduler.action import Action, Kind
 from pipert.scheduler.verify.fault import Fault
-from pipert.scheduler.verify.rule import Rule, Subject
+from pipert.scheduler.verify.rule import Rule, Subject, where
 from pipert.scheduler.verify.words import count
 
 #: For one tie: where each rank takes part (its last TIE).
@@ -30,12 +30,25 @@ def _faults(subject: Subject) -> Iterator[Fault]:
 
 
 def _not_reduced(subject: Subject) -> Iterator[Fault]:
-    """Stages that are not reduced although others are."""
-    if subject.index.has(Kind.REDUCE):
-        reduced = subject.index.table(Kind.REDUCE)[:, 0] >= 0
-        for stage in np.flatnonzero(subject.index.reducible & ~reduced).tolist():
+    """Stages, or micro-batches of theirs, that are not reduced although others are, and what is reduced twice."""
+    index = subject.index
+    if not index.has(Kind.REDUCE) and not index.has(Kind.SCATTER):
+        return
+    scattered = index.table(Kind.SCATTER) >= 0
+    reduced = index.table(Kind.REDUCE)[:, 0] >= 0 if index.has(Kind.REDUCE) else np.zeros(index.num_stages, np.bool_)
+    for stage in np.flatnonzero(index.reducible).tolist():
+        if reduced[stage] and scattered[stage].any():
+            position = int(index.table(Kind.REDUCE)[stage, 0])
+            yield subject.at("collective", position, f"the gradients of stage {stage} are reduced by SCATTERs too")
+        elif not reduced[stage] and not scattered[stage].any():
             text = f"the gradients of stage {stage} are never reduced, those of other stages are"
             yield subject.missing("collective", Action(stage, Kind.REDUCE), text)
+        for microbatch in np.flatnonzero(~scattered[stage]).tolist() if scattered[stage].any() else ():
+            text = f"stage {stage} never reduces the gradients of micro-batch {microbatch}, it does those of others"
+            yield subject.missing("collective", Action(stage, Kind.SCATTER, microbatch), text)
+    for stage, microbatch in where(scattered[: index.trainable_from]):
+        text = f"stage {stage} has no gradients: the first stage that has is {index.trainable_from}"
+        yield subject.at("collective", int(index.table(Kind.SCATTER)[stage, microbatch]), text)
 
 
 def _absent_from_tie(subject: Subject, tie: int, stages: tuple[int, ...], parts: Parts) -> Iterator[Fault]:
@@ -60,8 +73,13 @@ def _partly_reduced(subject: Subject, tie: int, parts: Parts) -> Iterator[Fault]
     """Ranks that sum a tie's gradients before they are reduced, where others do it after."""
     reduced: dict[bool, int] = {}
     for position in parts.values():
-        reduce = int(subject.index.table(Kind.REDUCE)[subject.index.action(position).stage, 0])
-        reduced[0 <= reduce < position] = position
+        stage = subject.index.action(position).stage
+        scatters = subject.index.table(Kind.SCATTER)[stage]
+        for late in scatters[scatters > position].tolist():
+            text = f"takes part before {subject.place(late)}, whose gradient the sum would miss"
+            yield subject.at("collective", position, text, [position, late])
+        reduce = int(subject.index.table(Kind.REDUCE)[stage, 0]) if subject.index.has(Kind.REDUCE) else -1
+        reduced[0 <= max(reduce, *scatters.tolist(), -1) < position] = position
     if len(reduced) > 1:
         text = f"takes part after its REDUCE, {subject.place(reduced[False])} before: the sum would mix the two"
         yield subject.at("collective", reduced[True], text, reduced.values())
@@ -78,7 +96,8 @@ def _crossed(subject: Subject, one: int, other: int, parts: dict[int, Parts]) ->
 
 def _describe(subject: Subject) -> str:
     ties = len(subject.program.ties) if subject.program else 0
-    reduced = "every trained stage is reduced" if subject.index.has(Kind.REDUCE) else "no stage is reduced"
+    per_batch = "every trained stage is reduced with each micro-batch" if subject.index.has(Kind.SCATTER) else ""
+    reduced = "every trained stage is reduced" if subject.index.has(Kind.REDUCE) else per_batch or "no stage is reduced"
     summed = f"{count(ties, 'tie')} summed by every rank that holds a copy" if ties else "no weights are tied"
     return f"{reduced}, {summed}"
 

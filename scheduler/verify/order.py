@@ -46,6 +46,8 @@ def _too_early(subject: Subject) -> Iterator[Fault]:
     for kind, (value, _) in CARRIES.items():
         if kind.is_send and subject.index.has(kind):
             yield from _local_need(subject, kind, value, 0)
+    if subject.index.has(Kind.SCATTER):
+        yield from _local_need(subject, Kind.SCATTER, ValueKind.WEIGHT, 0)
     for meta, message in TELLS.items():
         if subject.index.has(meta):
             yield from _size_after_message(subject, meta, message)
@@ -95,10 +97,10 @@ def _reduced_too_early(subject: Subject) -> Iterator[Fault]:
     last: npt.NDArray[np.int64] = np.full(index.num_stages, -1, dtype=np.int64)
     for kind in filter(index.has, ADDS_WEIGHT):
         last = np.maximum(last, index.table(kind).max(axis=1, initial=-1))
-    for kind in (Kind.REDUCE, Kind.TIE):
+    for kind in (Kind.REDUCE, Kind.TIE, Kind.STEP):
         for stage, number in where(index.table(kind) >= 0) if index.has(kind) else ():
             position = int(index.table(kind)[stage, number])
-            if not (index.reducible[stage] if kind is Kind.REDUCE else stage >= index.trainable_from):
+            if not (stage >= index.trainable_from if kind is Kind.TIE else index.reducible[stage]):
                 message = f"stage {stage} has no gradients: the first stage that has is {index.trainable_from}"
                 yield subject.at("dependency", position, message)
             elif position < last[stage]:

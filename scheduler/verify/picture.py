@@ -25,6 +25,8 @@ REMEDIES = {
     "group": "let a group span neighbouring messages, on a transport that has groups",
     "collective": "let every stage, and every rank of a tie, take part, in the same order everywhere",
     "vocabulary": "let every rank do each of its actions once for each micro-batch, in the same order everywhere",
+    "weights": "let every computation stand between a GATHER and a FREE of its stage, alternating, numbered from 0",
+    "update": "let each STEP stand behind everything that adds to its gradients, and each GATHER behind its STEP",
     "swap": "receive in the order in which the peer sends, or match by tag",
     "deadlock": "put them in another order, issue crossing messages as a group, or use buffered sends",
     "limit": "start fewer forwards before their backwards, or allow more",

@@ -19,7 +19,12 @@ from pipert.scheduler.verify.order import ORDER_RULES
 from pipert.scheduler.verify.proof import Proof
 from pipert.scheduler.verify.rule import Rule, Subject
 from pipert.scheduler.verify.transport import DEADLOCK, SWAP
+from pipert.scheduler.verify.update import UPDATE_RULES
 from pipert.scheduler.verify.vocabulary import VOCABULARY
+from pipert.scheduler.verify.weights import WEIGHT_RULES
+
+#: What has to hold of a program whose actions are right one by one.
+PROGRAM_RULES = (*MESSAGE_RULES, *ORDER_RULES, *COLLECTIVE_RULES, *WEIGHT_RULES, *UPDATE_RULES)
 
 #: Of each rule at most this many faults are reported.
 MAX_FAULTS = 20
@@ -31,8 +36,9 @@ def verify(target: Schedule | Program, *, limits: int | Sequence[int] | None = N
     A schedule: every action is known, in range, on its stage's rank and done once; nothing is missing; each rank's
     order respects the dependencies, and no ranks wait for one another in a cycle. A program also: every
     message has its other end, stands after what it sends and before what it feeds; groups and collectives are well
-    formed; no message can reach another's receive; and everything happens under the program's own semantics, whatever
-    the timing (each wait is for *all* of a fixed set of events, so one run decides for every run).
+    formed; weights are there wherever they are used, and updated once their gradients are whole; no message can reach
+    another's receive; and everything happens under the program's own semantics, whatever the timing (each wait is for
+    *all* of a fixed set of events, so one run decides for every run).
 
     Args:
         target: the schedule, or the program (lowered for its semantics).
@@ -53,7 +59,7 @@ def verify(target: Schedule | Program, *, limits: int | Sequence[int] | None = N
         _judge(rule, subject, faults, checks)
     if subject.index.sparse:  # something is missing, so that is already a fault
         return Proof(target, tuple(faults), tuple(checks))
-    for rule in (*MESSAGE_RULES, *ORDER_RULES, *COLLECTIVE_RULES) if is_program else ORDER_RULES:
+    for rule in PROGRAM_RULES if is_program else ORDER_RULES:
         _judge(rule, subject, faults, checks)
     if isinstance(target, Program) and target.vocabulary is not None:
         _judge(VOCABULARY, subject, faults, checks)

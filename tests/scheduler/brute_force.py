@@ -18,10 +18,12 @@ SENDS = {Kind.SEND_F: (Kind.RECV_F, +1), Kind.SEND_B: (Kind.RECV_B, -1), Kind.SE
 RECEIVES = {receive: (send, -offset) for send, (receive, offset) in SENDS.items()}
 MESSAGES = SENDS | RECEIVES
 SIZED = {Kind.SEND_META: Kind.SEND_F, Kind.RECV_META: Kind.RECV_F}
-COLLECTIVES = (Kind.REDUCE, Kind.TIE)
 #: What a spread vocabulary needs: the collective that an action waits for.
 WAITS = {Kind.S: Kind.CAST_H, Kind.SUM_H: Kind.STATS, Kind.T: Kind.STATS, Kind.G: Kind.CAST_E}
 SPREAD = (Kind.CAST_H, Kind.STATS, Kind.SUM_H, Kind.SUM_E, Kind.CAST_E)
+SUMS = (Kind.REDUCE, Kind.TIE, Kind.SCATTER)
+LOCAL = (Kind.FREE, Kind.STEP, Kind.UNDO)
+NUMBERLESS = (Kind.REDUCE, Kind.NORM, Kind.STEP, Kind.UNDO)
 
 
 class Failure(Exception):
@@ -69,7 +71,9 @@ def _check_actions(program: Program) -> None:
         raise Failure("a rank without a row, or a row without a rank")
     for rank, row in enumerate(program.rows):
         for action in row:
-            numbers = {Kind.TIE: len(program.ties), Kind.REDUCE: 1}.get(action.kind, program.microbatches)
+            numbers = {Kind.TIE: len(program.ties), **dict.fromkeys(NUMBERLESS, 1)}
+            numbers |= dict.fromkeys((Kind.GATHER, Kind.FREE), max(3 * program.microbatches, 1))
+            numbers = numbers.get(action.kind, program.microbatches)
             if not (action.stage < program.num_stages and action.microbatch < numbers):
                 raise Failure(f"rank {rank}: {action} is out of range")
             if owners[action.stage] != rank:
@@ -95,12 +99,12 @@ def _check_work(program: Program) -> None:
             right = [(1, 1, 0, 0), (1, 0, 1, 1)] if stage >= program.trainable_from else [(1, 0, 0, 0)]
             if has not in right:
                 raise Failure(f"stage {stage} does micro-batch {microbatch} {has} times (F, B, I, W)")
-    reduced = {action.stage for action in count if action.kind is Kind.REDUCE}
-    trained = set(range(program.trainable_from, program.num_stages)) | _trained_homes(program)
-    if reduced not in (set(), trained):
-        raise Failure(f"only stages {reduced} are reduced")
+    _check_sums(program, count)
     _check_ties(program)
     _check_vocabulary(program, count)
+    for rank in range(len(program.rows)):
+        _check_weights(program, rank)
+    _check_update(program, count)
 
 
 def homes_of(program: Program) -> list[int]:
@@ -136,6 +140,88 @@ def _check_vocabulary(program: Program, count: Counter[Action]) -> None:
         raise Failure("ranks take part in collectives in different orders")
 
 
+def _check_sums(program: Program, count: Counter[Action]) -> None:
+    """All trained stages are reduced, each in one way and with all its micro-batches, or none is."""
+    trained = set(range(program.trainable_from, program.num_stages)) | _trained_homes(program)
+    ways = []
+    for stage in range(program.num_stages):
+        whole, parts = count[Action(stage, Kind.REDUCE)], [a for a in count if a[:2] == (stage, Kind.SCATTER)]
+        if parts and (whole or len(parts) < program.microbatches or stage not in trained):
+            raise Failure(f"stage {stage} is reduced by {parts} and {whole} REDUCE")
+        if stage in trained:
+            ways.append(bool(whole or parts))
+        elif whole or count[Action(stage, Kind.STEP)]:
+            raise Failure(f"stage {stage} has no gradients")
+    if len(set(ways)) > 1:
+        raise Failure(f"of the trained stages are reduced: {ways}")
+
+
+def _check_weights(program: Program, rank: int) -> None:
+    """At ZeRO stage 3 a walk along the row with one switch for each stage; else no FREE."""
+    whole = dict.fromkeys(program.placement.stages_of(rank), False)
+    times: Counter[int] = Counter()
+    spans = program.zero == 3 and program.microbatches > 0
+    for action in program.rows[rank]:
+        stage, kind, number = action
+        if kind is Kind.FREE and not spans:
+            raise Failure(f"{action} although weights are always whole")
+        if not spans:
+            continue
+        if kind is Kind.GATHER:
+            if whole[stage] or number != times[stage]:
+                raise Failure(f"{action} out of turn")
+            whole[stage] = True
+        elif kind is Kind.FREE:
+            if not whole[stage] or number != times[stage]:
+                raise Failure(f"{action} out of turn")
+            whole[stage], times[stage] = False, times[stage] + 1
+        elif kind.is_compute and not whole[stage]:
+            raise Failure(f"{action} without weights")
+    if any(whole.values()):
+        raise Failure(f"weights are never freed: {whole}")
+
+
+def _check_update(program: Program, count: Counter[Action]) -> None:
+    """Who is updated, and what stands on which side of it."""
+    alone, stages = program.microbatches == 0, range(program.num_stages)
+    trained = set(range(program.trainable_from, program.num_stages)) | _trained_homes(program)
+    norms = {action.stage for action in count if action.kind is Kind.NORM}
+    firsts = {program.placement.stages_of(rank)[0] for rank in range(len(program.rows))}
+    if norms and (not alone or norms != firsts):
+        raise Failure(f"stages {norms} take part in a norm")
+    for kind in (Kind.STEP, Kind.UNDO):
+        there = {action.stage for action in count if action.kind is kind}
+        if there and not there >= trained:
+            raise Failure(f"only stages {there} do {kind.name}")
+        if there and kind is Kind.UNDO and not alone:
+            raise Failure("an UNDO among computations")
+    for stage in stages:
+        _check_update_of(program, stage, program.rows[program.placement.owners[stage]])
+
+
+def _check_update_of(program: Program, stage: int, row: Sequence[Action]) -> None:
+    place = {action: at for at, action in enumerate(row)}
+    changes = [place[one] for one in (Action(stage, Kind.UNDO), Action(stage, Kind.STEP)) if one in place]
+    if changes != sorted(changes):
+        raise Failure(f"stage {stage} is undone behind its STEP")
+    if Action(stage, Kind.STEP) in place:
+        ties = [tie for tie, copies in enumerate(program.ties) if stage in copies]
+        sharing = {other for tie in ties for other in program.ties[tie]}
+        for action in row[place[Action(stage, Kind.STEP)] :]:
+            adds = action.stage == stage and action.kind in (*SUMS, Kind.B, Kind.W, Kind.T, Kind.G)
+            adds |= action.stage in sharing and action.kind in (Kind.B, Kind.W, Kind.T, Kind.G)
+            adds |= action.kind is Kind.TIE and action.microbatch in ties
+            if adds or action.kind is Kind.NORM:
+                raise Failure(f"{action} behind the STEP of stage {stage}")
+    gathers = [at for action, at in place.items() if action[:2] == (stage, Kind.GATHER)]
+    if program.zero == 3 and program.microbatches:
+        frees = [at for action, at in place.items() if action[:2] == (stage, Kind.FREE)]
+        if changes and max(frees) > changes[0]:
+            raise Failure(f"the weights of stage {stage} change while they are in use")
+    elif len(gathers) != (bool(changes) and program.zero in (1, 2)) or (gathers and gathers[0] < max(changes)):
+        raise Failure(f"stage {stage} gathers {gathers}, changes {changes}")
+
+
 def _check_ties(program: Program) -> None:
     """Every copy of a tied weight takes part, and any two ranks do what they share in the same order."""
     owners = program.placement.owners
@@ -148,7 +234,10 @@ def _check_ties(program: Program) -> None:
                 raise Failure(f"rank {rank} takes part in tie {tie} for a stage without a copy")
             if taken:
                 parts[tie][rank], stage = taken[-1]
-                reduced_before[tie].add(Action(stage, Kind.REDUCE) in row[: taken[-1][0]])
+                before = [action.kind for action in row[: taken[-1][0]] if action.stage == stage]
+                if any(action[:2] == (stage, Kind.SCATTER) for action in row[taken[-1][0] :]):
+                    raise Failure(f"rank {rank} sums tie {tie} before all gradients of stage {stage} are scattered")
+                reduced_before[tie].add(Kind.REDUCE in before or Kind.SCATTER in before)
         present = {action.stage for row in program.rows for action in row if action[1:] == (Kind.TIE, tie)}
         needed = len({owners[stage] for stage in stages}) > 1 and min(stages) >= program.trainable_from
         if present != set(stages) and (needed or present):
@@ -194,7 +283,7 @@ class _Run:
     def operations_of(self, rank: int) -> dict[Action, Operation]:
         """The operations of a rank, with their groups and queues."""
         row = self.rows[rank]
-        made = {a: Operation(rank, i, a) for i, a in enumerate(row) if not a.kind.is_compute}
+        made = {a: Operation(rank, i, a) for i, a in enumerate(row) if not (a.kind.is_compute or a.kind in LOCAL)}
         for operation in made.values():
             operation.group = [operation]
         for start, stop in self.program.spans(rank):
@@ -255,6 +344,9 @@ class _Run:
         for by_rank in parts.values():
             for operation in by_rank.values():
                 operation.partners = list(by_rank.values())
+        norms = [operation for operation in self.open if operation.action.kind is Kind.NORM]
+        for operation in norms:
+            operation.partners = norms
 
     def join_spread(self) -> None:
         """Let every rank's part in a collective of the vocabulary wait for all others'."""
@@ -283,10 +375,14 @@ class _Run:
 
     def compute(self, rank: int, action: Action) -> bool:
         stage, kind, microbatch = action
+        if not self.settled(rank, action):
+            return False
         if self.program.vocabulary is not None and not self.spread(action):
             return False
         if kind in (Kind.S, Kind.T, Kind.G):
             self.made.add((f"{kind.name} done", stage, microbatch))
+            return True
+        if kind in LOCAL:
             return True
         if kind is Kind.F and stage > 0 and not self.brought(action, ("output", stage - 1, microbatch), Kind.RECV_F):
             return False
@@ -317,6 +413,18 @@ class _Run:
             if not operation.posted:
                 raise Failure(f"rank {rank} runs {action} before {operation.action}")
             if not operation.complete:
+                return False
+        return True
+
+    def settled(self, rank: int, action: Action) -> bool:
+        """Whether what must be complete is: weights that are gathered, gradients that are summed, the norm."""
+        for one in self.operations[rank].values():
+            other, kind, number = one.action
+            awaited = kind is Kind.GATHER and other == action.stage and action.kind is not Kind.STEP
+            if action.kind is Kind.STEP:
+                tied = kind is Kind.TIE and action.stage in self.program.ties[number]
+                awaited = tied or kind is Kind.NORM or (kind in SUMS and other == action.stage)
+            if awaited and one.place < self.at[rank] and not one.complete:
                 return False
         return True
 
@@ -356,12 +464,13 @@ class _Run:
         if kind is Kind.RECV_F:
             sizes = own.get(Action(stage, Kind.RECV_META, microbatch))
             return sizes is None or sizes.complete
-        if kind in COLLECTIVES:
-            for each in range(self.program.microbatches) if stage >= self.program.trainable_from else ():
+        if kind in SUMS:
+            batches = [microbatch] if kind is Kind.SCATTER else range(self.program.microbatches)
+            for each in batches if stage >= self.program.trainable_from else ():
                 self.require(operation.action, ("weight", stage, each))
             for each in range(self.program.microbatches) if kind is Kind.REDUCE else ():
                 self.require_shards(operation.action, each)
-            same = [one for one in own.values() if one.action.stage == stage and one.action.kind in COLLECTIVES]
+            same = [one for one in own.values() if one.action.stage == stage and one.action.kind in SUMS]
             return all(one.complete for one in same if one.place < operation.place)
         return True
 

@@ -56,13 +56,18 @@ def lowering_options(draw: st.DrawFn, schedule: Schedule, spread: bool = False) 
     tie = (
         st.lists(st.sampled_from(trained), min_size=2, max_size=4, unique=True).map(tuple) if trained else st.nothing()
     )
+    vocabulary = draw(vocabularies(trainable_from)) if spread and draw(st.booleans()) else None
+    zero = draw(st.sampled_from([0, 0, 1, 2, 3] if vocabulary is None else [0, 1]))
     return {
         "trainable_from": trainable_from,
         "ties": draw(st.lists(tie, max_size=3)) if len(trained) > 1 else [],
-        "reduce": draw(st.booleans()),
+        "reduce": zero > 0 or draw(st.booleans()),
+        "zero": zero,
+        "alike": draw(st.booleans()),
+        "early": draw(st.booleans()),
         "meta": draw(st.sampled_from([(), (0,), tuple(range(schedule.microbatches))])),
         "prefetch": draw(st.integers(0, 3) | st.just(1000)),
-        "vocabulary": draw(vocabularies(trainable_from)) if spread and draw(st.booleans()) else None,
+        "vocabulary": vocabulary,
     }
 
 

@@ -19,6 +19,8 @@ Durations = Mapping[tuple[Kind, int], float]
 
 SENDS = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1), Kind.SEND_META: (Kind.RECV_META, 1)}
 RECEIVES = {receive: send for send, (receive, _) in SENDS.items()}
+SUMS = (Kind.REDUCE, Kind.TIE, Kind.SCATTER)
+LOCAL = (Kind.FREE, Kind.STEP, Kind.UNDO)
 FEEDS = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
 
 
@@ -102,7 +104,7 @@ class _Sweeps:
         now = 0.0
         for i, action in enumerate(self.rows[rank]):
             now = max(now, self.needed(rank, action))
-            if action.kind.is_compute:
+            if action.kind.is_compute or action.kind in LOCAL:
                 self.start[rank, i] = now
                 now = self.end[rank, i] = now + self.durations[action.kind, action.stage]
                 continue
@@ -119,16 +121,24 @@ class _Sweeps:
 
     def needed(self, rank: int, action: Action) -> float:
         stage, kind, batch = action
-        if kind in FEEDS:
-            place = self.at.get(Action(stage, FEEDS[kind], batch))
-            return self.end[place] if place else 0.0
+        row, own = self.rows[rank], self.at[action][1]
+        if kind.is_compute or kind is Kind.FREE:
+            gathers = [j for j in range(own) if row[j][:2] == (stage, Kind.GATHER)]
+            place = self.at.get(Action(stage, FEEDS.get(kind, Kind.NORM), batch))
+            return max([self.end[rank, j] for j in gathers] + ([self.end[place]] if place else []), default=0.0)
+        if kind is Kind.STEP:
+            ties = [tie for tie, copies in enumerate(self.program.ties) if stage in copies]
+            awaited = [
+                j
+                for j, (other, of, number) in enumerate(row[:own])
+                if of is Kind.NORM or (of is Kind.TIE and number in ties) or (of in SUMS and other == stage)
+            ]
+            return self.end[rank, awaited[-1]] if awaited else 0.0
         if kind is Kind.RECV_F:
             place = self.at.get(Action(stage, Kind.RECV_META, batch))
             return self.end[place] if place else 0.0
-        if kind in (Kind.REDUCE, Kind.TIE):
-            own = self.at[action][1]
-            row = self.rows[rank]
-            same = [j for j in range(own) if row[j].stage == stage and row[j].kind in (Kind.REDUCE, Kind.TIE)]
+        if kind in SUMS:
+            same = [j for j in range(own) if row[j].stage == stage and row[j].kind in SUMS]
             return max((self.end[rank, j] for j in same), default=0.0)
         return 0.0
 

@@ -298,7 +298,7 @@ def test_each_stage_is_reduced_when_its_last_gradient_is_there() -> None:
 def test_reductions_come_last_stage_first_whatever_the_number_of_microbatches(
     schedule: Schedule, semantics: Semantics, data: st.DataObject
 ) -> None:
-    options = data.draw(lowering_options(schedule)) | {"reduce": True, "meta": ()}
+    options = data.draw(lowering_options(schedule)) | {"reduce": True, "meta": (), "alike": False}
     program = lower(schedule, semantics, **options)
     for rank, row in enumerate(program.rows):
         reduced = [action.stage for action in row if action.kind is Kind.REDUCE]

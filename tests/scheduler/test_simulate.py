@@ -158,6 +158,7 @@ durations = st.integers(0, 20).map(lambda quarters: quarters / 4)
 def costs_for(draw: st.DrawFn, stages: int) -> Costs:
     each = st.lists(durations, min_size=stages, max_size=stages)
     names = ["forward", "backward", "input_gradient", "weight_gradient", "comm", "meta", "reduce", "tie"]
+    names += ["scatter", "gather", "norm", "step"]
     return Costs(**{name: draw(each | durations) for name in names})
 
 
@@ -169,11 +170,10 @@ def by_kind(costs: Costs, stages: int) -> dict[tuple[Kind, int], float]:
 
     result = {}
     for stage in range(stages):
-        for kind, value in zip(
-            (Kind.F, Kind.B, Kind.I, Kind.W, Kind.REDUCE, Kind.TIE),
-            (costs.forward, costs.backward, costs.input_gradient, costs.weight_gradient, costs.reduce, costs.tie),
-            strict=True,
-        ):
+        fields = {Kind.F: costs.forward, Kind.B: costs.backward, Kind.I: costs.input_gradient}
+        fields |= {Kind.W: costs.weight_gradient, Kind.REDUCE: costs.reduce, Kind.TIE: costs.tie, Kind.FREE: 0.0}
+        fields |= {Kind.SCATTER: costs.scatter, Kind.GATHER: costs.gather, Kind.NORM: costs.norm, Kind.STEP: costs.step}
+        for kind, value in fields.items():
             result[kind, stage] = at(value, stage)
         for kind, (_, offset) in COUNTERPART.items():
             other = stage + offset

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipert.scheduler import compiled
-from pipert.scheduler.action import Action, Kind
+from pipert.scheduler.action import Kind
 from pipert.scheduler.generators.registry import GENERATORS, generate
 from pipert.scheduler.lower import lower
 from pipert.scheduler.program import Program
@@ -42,8 +42,8 @@ def wrong_sum(program: Program) -> bool:
         for row in program.rows:
             sums = [at for at, action in enumerate(row) if action.kind is Kind.TIE and action.microbatch == tie]
             if sums:
-                reduce = Action(row[sums[-1]].stage, Kind.REDUCE)
-                late.add(reduce in row[: sums[-1]])
+                own = (action.kind for action in row[: sums[-1]] if action.stage == row[sums[-1]].stage)
+                late.add(any(kind in (Kind.REDUCE, Kind.SCATTER) for kind in own))
         if len(late) > 1:
             return True
     return False
@@ -94,12 +94,16 @@ def random_program(random: Random) -> Program:
     stages = schedule.num_stages
     trainable_from = random.choice((0, 0, 0, stages, random.randint(0, stages)))
     spread = Vocabulary(trainable_from == 0 and random.random() < 0.7, random.random() < 0.7)
+    vocabulary = spread if random.random() < 0.3 else None
+    zero = random.choice((0, 0, 1, 2, 3) if vocabulary is None else (0, 1))
     return lower(
         schedule,
         random.choice(ALL_SEMANTICS),
         trainable_from=trainable_from,
-        vocabulary=spread if random.random() < 0.3 else None,
-        reduce=random.random() < 0.3,
+        vocabulary=vocabulary,
+        reduce=zero > 0 or random.random() < 0.3,
+        zero=zero,
+        early=random.random() < 0.5,
         meta=random.choice(((), (0,))),
         prefetch=random.randint(0, 2),
     )
@@ -115,7 +119,7 @@ def test_no_mutant_of_any_kind_escapes_and_no_valid_one_is_refused(mutation: Mut
 
 def test_compiled_and_plain_kernels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     random = Random(1)
-    programs = [mutated(random_program(random), random.choices(MUTATIONS[:5], k=2), random) for _ in range(200)]
+    programs = [mutated(random_program(random), random.choices(MUTATIONS[:5], k=2), random) for _ in range(400)]
     plain = [verify(program) for program in programs]
     monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
     assert [verify(program) for program in programs] == plain
