@@ -56,7 +56,7 @@ class Fabric:
         self.size = size
         self.faults = faults
         self.failure: Failure | None = None
-        self._deadline = deadline
+        self.deadline = deadline
         self._lock = threading.Lock()
         self._wake = [threading.Condition(self._lock) for _ in range(size)]
         self._all_left = threading.Condition(self._lock)
@@ -225,14 +225,14 @@ class Fabric:
                 self._step(self._matching.deliver_next)
 
     def _sleep(self, operation: Operation) -> None:
-        limit = None if self._deadline is None else time.monotonic() + self._deadline
+        limit = None if self.deadline is None else time.monotonic() + self.deadline
         while not operation.done and self.failure is None:
             times = [moment for moment in (limit, self._matching.next_due()) if moment is not None]
             self._wake[operation.rank].wait(max(0.0, min(times) - time.monotonic()) if times else None)
             self._step(self._matching.deliver_due)
             self._settle()
             if limit is not None and time.monotonic() >= limit and not operation.done and self.failure is None:
-                text = f"rank {operation.rank} has waited {self._deadline:g} s, its deadline" + self._describe()
+                text = f"rank {operation.rank} has waited {self.deadline:g} s, its deadline" + self._describe()
                 self._fail(HangError(text), None)
 
     def _fail(self, error: BaseException, rank: int | None) -> Failure:

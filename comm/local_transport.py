@@ -17,6 +17,7 @@ from pipert.comm.local_matching import Rules
 from pipert.comm.local_operations import Collective, Group, Operation, Receive, Send
 from pipert.comm.reduction import check_reduction, reduce_in_order
 from pipert.comm.transport import Request, Transport
+from pipert.comm.wait import wait_for_foreign
 
 
 class LocalTransport(Transport):
@@ -221,16 +222,17 @@ class LocalTransport(Transport):
     def wait(self, request: Request, doing: object = "", peer: int | None = None) -> None:
         """Sleep until the request is done; others' deliveries go on meanwhile. ``peer`` is known from the request.
 
+        Requests of another transport are polled.
+
         Raises:
             HangError: a deadlock, proved at once and raised on all ranks, or the deadline passed.
             MessageError: on all ranks, when two operations met that do not fit.
             JobAborted: another rank failed first.
-            TransportError: the request is another transport's and not done.
         """
         if isinstance(request, Operation) and request.driver is self._fabric:
             self._fabric.wait(request, doing)
-        elif not request.test():
-            raise TransportError(f"rank {self.rank} waits on the local transport for a request of another transport")
+        else:
+            wait_for_foreign(self, request, doing, self._fabric.deadline)
 
     def progress(self) -> None:
         """Deliver what is due.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
-from pipert.comm.errors import MeshError
+from pipert.comm.errors import MeshError, OptionError
 from pipert.comm.mesh_shape import AXES, DEFAULT_ORDER, Axis, Coordinates, MeshShape
 from pipert.comm.single import SingleTransport
 from pipert.comm.transport import Transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+#: What may move tensors beside MPI.
+Tensors = Literal["mpi", "rccl", "rccl-direction"]
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,14 @@ class Mesh:
 
     @classmethod
     def from_mpi(
-        cls, pp: int = 1, dp: int = 1, tp: int = 1, *, order: str = DEFAULT_ORDER, deadline: float | None = None
+        cls,
+        pp: int = 1,
+        dp: int = 1,
+        tp: int = 1,
+        *,
+        order: str = DEFAULT_ORDER,
+        deadline: float | None = None,
+        tensors: Tensors = "mpi",
     ) -> Mesh:
         """Lay a mesh over all ranks of the MPI job. Collective over the world; starts MPI if nobody has.
 
@@ -141,15 +151,28 @@ class Mesh:
             tp: ranks that share a layer.
             order: the axes, fastest first.
             deadline: seconds that a wait may last; None for the transport's default.
+            tensors: what moves tensors between GPUs: ``rccl`` (on NVIDIA NCCL), with a communicator for each pair of
+                pipeline ranks and exchanges in groups; ``rccl-direction``, with one for each direction of a pair; or
+                ``mpi``, which moves the CPU's memory only. With RCCL each rank's GPU must be torch's current one.
 
         Raises:
             MeshError: as in `from_transport`. Sizes that are wrong in themselves are refused before MPI starts.
-            TransportError: there is no MPI, or its world is not the one that the launcher promised.
+            OptionError: ``tensors`` is none of these.
+            TransportError: there is no MPI, or its world is not the one that the launcher promised; with RCCL also, on
+                every rank, where one of them has no library or no GPU.
         """
         shape = MeshShape(pp, dp, tp, order)
+        if tensors not in get_args(Tensors):
+            raise OptionError(f"tensors = {tensors!r} is unknown; use one of {', '.join(get_args(Tensors))}")
         from pipert.comm.mpi import MpiTransport
 
-        return cls._over_own_world(MpiTransport.world(deadline), shape)
+        world: Transport = MpiTransport.world(deadline)
+        if tensors != "mpi":
+            from pipert.comm.mixed import MixedTransport
+
+            shape.check_ranks(world.size)
+            world = MixedTransport.over(world, "direction" if tensors == "rccl-direction" else "pair")
+        return cls._over_own_world(world, shape)
 
     @classmethod
     def from_torch_distributed(

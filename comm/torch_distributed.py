@@ -24,6 +24,7 @@ from pipert.comm.errors import HangError, JobAborted, MessageError, OptionError,
 from pipert.comm.reduction import check_reduction, reduce_in_order
 from pipert.comm.torch_requests import BackgroundRequest, Done, StreamRequest, TorchRequest, Waiters
 from pipert.comm.transport import Request, Transport
+from pipert.comm.wait import wait_for_foreign
 
 _SEMANTICS: Mapping[str, Mapping[str, object]] = {
     "gloo": {"name": "torch-gloo", "matching": "tag", "channel": "message"},
@@ -229,7 +230,7 @@ class TorchTransport(Transport):
     # ---- waiting ---------------------------------------------------------------------------------------------------
 
     def wait(self, request: Request, doing: object = "", peer: int | None = None) -> None:
-        """See `Transport.wait`. The backend's own threads drive all operations.
+        """See `Transport.wait`. The backend's own threads drive all operations; requests of others are polled.
 
         Raises:
             HangError: the deadline passed.
@@ -237,8 +238,7 @@ class TorchTransport(Transport):
             TransportError: the backend reports an error, as it does when another rank's process has died.
         """
         if not isinstance(request, TorchRequest):
-            if not request.test():
-                raise TransportError(f"rank {self.rank} waits on torch.distributed for a request of another transport")
+            wait_for_foreign(self, request, doing, self._deadline)
             return
         end = time.monotonic() + self._deadline
         while not request.wait(min(_LOOK, max(0.0, end - time.monotonic()))):

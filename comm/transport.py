@@ -8,7 +8,8 @@ drives the progress of *all* its outstanding operations, so any order of waits i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -104,6 +105,25 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release what the transport holds. Idempotent."""
+
+    @property
+    def control(self) -> Transport:
+        """Where sizes and other small messages of the host travel: the same ranks; this transport itself, mostly."""
+        return self
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Make ready for messages between these pairs of ranks, before the first one. Collective, the same pairs.
+
+        Most transports have nothing to make ready.
+        """
+        del pairs
+
+    def group(self) -> AbstractContextManager[None]:
+        """In which messages are collected that start together at its end, where the transport's semantics have groups.
+
+        Elsewhere each starts at once. Inside, no operation of the group may be waited for.
+        """
+        return nullcontext()
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""

@@ -14,8 +14,8 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 
 from pipert.comm.doorbell import Nap, PlainNap
-from pipert.comm.errors import OptionError
-from pipert.comm.transport import Request
+from pipert.comm.errors import HangError, OptionError
+from pipert.comm.transport import Request, Transport
 
 _PLAIN = PlainNap()
 
@@ -102,6 +102,30 @@ def wait_until(done: Callable[[], bool], policy: WaitPolicy, check: Callable[[fl
         nap.sleep(armed, min(policy.longest, max(policy.shortest, policy.share * (now - start))))
         now = time.monotonic()
         check(now - start)
+
+
+def wait_for_foreign(transport: Transport, request: Request, doing: object, deadline: float | None) -> None:
+    """Poll a request that another transport of the same ranks has started.
+
+    Args:
+        transport: whose job it is: it is told of a hang, and tells of failures.
+        request: what is waited for.
+        doing: what this rank waits in.
+        deadline: seconds the wait may last; None for ever.
+
+    Raises:
+        HangError: the deadline passed.
+        JobAborted: another rank failed first.
+    """
+
+    def check(waited: float) -> None:
+        transport.progress()
+        if deadline is not None and waited >= deadline:
+            error = HangError(f"rank {transport.rank} has waited {deadline:g} s, its deadline, in {doing or 'a wait'}")
+            transport.abort(error)
+            raise error
+
+    wait_until(request.test, WaitPolicy(), check)
 
 
 class Collective:

@@ -6,20 +6,21 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from pipert.scheduler.errors import LayoutError
-from pipert.scheduler.semantics import NAMED, NCCL_PAIR, Channel, Semantics
+from pipert.scheduler.semantics import NAMED, NCCL_GROUPED, NCCL_PAIR, Channel, Semantics
 
 #: What shares a communicator, and so a queue: ``none`` gives each message its own.
 GROUPS: dict[str, Channel] = {"pair": "pair", "direction": "direction", "rank": "rank", "none": "message"}
 
 #: Libraries whose usual rules have another name in `NAMED`.
-LIBRARIES: dict[str, Semantics] = {"nccl": NCCL_PAIR, "rccl": replace(NCCL_PAIR, name="rccl-pair")}
+LIBRARIES: dict[str, Semantics] = {"nccl": NCCL_PAIR, "rccl": replace(NCCL_GROUPED, name="rccl-pair")}
 
 
 def transport(name: str, group: str | None = None) -> Semantics:
     """The message rules of a transport.
 
     Args:
-        name: one of `semantics.NAMED`, or ``nccl`` or ``rccl`` (a communicator for each pair of ranks).
+        name: one of `semantics.NAMED`; or ``nccl``, a communicator for each pair of ranks; or ``rccl``, the same with
+            exchanges in groups, as pipert's own transport over RCCL does it.
         group: one of `GROUPS` in place of what the transport has: the messages that share a communicator.
 
     Raises:
@@ -35,4 +36,6 @@ def transport(name: str, group: str | None = None) -> Semantics:
     if group not in GROUPS:
         raise LayoutError(f"no group is called {group!r}; there are {', '.join(GROUPS)}")
     library = known[name].name.removesuffix(f"-{known[name].channel}")
-    return replace(known[name], name=f"{library}-{group}", channel=GROUPS[group])
+    # The two messages of an exchange need no group where they share no queue.
+    grouped = known[name].grouped and group in ("pair", "rank")
+    return replace(known[name], name=f"{library}-{group}", channel=GROUPS[group], grouped=grouped)

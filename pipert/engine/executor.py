@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from pipert.engine.tags import message_tags
 from pipert.engine.timings import Timings
 from pipert.errors import ConfigError
 from pipert.scheduler.action import Action, Kind
-from pipert.scheduler.program import Program
+from pipert.scheduler.program import Program, Span
 
 #: The whole backward of a stage, or its first half: takes a micro-batch and the gradients of its output.
 Backward = Callable[[int, Gradients], list[torch.Tensor | None]]
@@ -51,9 +53,9 @@ class _Summing(NamedTuple):
 class Executor:
     """Runs one rank's row of a program, step after step.
 
-    Sends and receives are started where they stand; a computation waits for the receive that feeds it; sends and sums
-    are waited for at the end of the step. So at most as many activations are live as the program says, and everything
-    is complete when `run` returns.
+    Sends and receives are started where they stand, those of a group at its end; a computation waits for the receive
+    that feeds it; sends and sums are waited for at the end of the step. So at most as many activations are live as the
+    program says, and everything is complete when `run` returns.
 
     Args:
         program: proved.
@@ -96,6 +98,7 @@ class Executor:
         self._timings = Timings(self._row.codes)
         self._steps = self._compile()
         self.sums: list[GradientSum] = [step.arguments[0] for step in self._steps if step.perform == self._sum]
+        self._segments = _segments(self._steps, program.spans(transport.rank))
 
     # ---- before the first step -------------------------------------------------------------------------------------
 
@@ -194,16 +197,21 @@ class Executor:
         return self._timings
 
     def _run_steps(self, timings: Timings) -> None:
+        for grouped, steps in self._segments:
+            with self._transport.group() if grouped else nullcontext():
+                self._run_segment(steps, timings)
+        self._finish()
+
+    def _run_segment(self, steps: Sequence[Step], timings: Timings) -> None:
         clock, report = time.perf_counter, self._transport.report
         started, ended = timings.starts.append, timings.ends.append
-        for name, _, prepare, perform, arguments in self._steps:
+        for name, _, prepare, perform, arguments in steps:
             if prepare is not None:  # what needs nothing is over before anybody could ask
                 report(name)
                 prepare(*arguments)
             started(clock())
             perform(*arguments)
             ended(clock())
-        self._finish()
 
     def _place(self, action: Action) -> str:
         microbatch = f"micro-batch {action.microbatch}, " if action.kind.has_microbatch else ""
@@ -254,6 +262,13 @@ class Executor:
             total.finish()
             self._timings.ends[position] = time.perf_counter()
         self._summing.clear()
+
+
+def _segments(steps: Sequence[Step], groups: Sequence[Span]) -> list[tuple[bool, Sequence[Step]]]:
+    """The steps in order, cut where groups of messages begin and end; with each part whether it is such a group."""
+    edges = [0, *(edge for span in sorted(groups) for edge in span), len(steps)]
+    parts = [(number % 2 == 1, steps[start:stop]) for number, (start, stop) in enumerate(pairwise(edges))]
+    return [(grouped, part) for grouped, part in parts if part]
 
 
 def _nothing() -> None:

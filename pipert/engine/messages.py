@@ -175,9 +175,9 @@ def send_spec(transport: Transport, spec: BoundarySpec, tag: int, outgoing: Outg
     data = spec.encode()
     first = META_BYTES - _LENGTH_BYTES
     head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:first].ljust(first)
-    outgoing.send(transport, _bytes(head), tag)
+    outgoing.send(transport.control, _bytes(head), tag)
     if len(data) > first:
-        outgoing.send(transport, _bytes(data[first:]), tag)
+        outgoing.send(transport.control, _bytes(data[first:]), tag)
 
 
 def _bytes(data: bytes) -> torch.Tensor:
@@ -187,7 +187,7 @@ def _bytes(data: bytes) -> torch.Tensor:
 def receive_spec(transport: Transport, source: int, tag: int) -> Incoming:
     """Start receiving a specification; `finish_spec` reads it."""
     head = torch.empty(META_BYTES, dtype=torch.uint8)
-    return Incoming([head], [transport.irecv(head, source, tag)])
+    return Incoming([head], [transport.control.irecv(head, source, tag)])
 
 
 def finish_spec(transport: Transport, incoming: Incoming, doing: object, source: int, tag: int) -> BoundarySpec:
@@ -198,6 +198,6 @@ def finish_spec(transport: Transport, incoming: Incoming, doing: object, source:
     data = head[_LENGTH_BYTES : _LENGTH_BYTES + length]
     if length > len(data):
         rest = torch.empty(length - len(data), dtype=torch.uint8)
-        transport.wait(transport.irecv(rest, source, tag), doing, source)
+        transport.wait(transport.control.irecv(rest, source, tag), doing, source)
         data += rest.numpy().tobytes()
     return BoundarySpec.decode(data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -162,6 +162,8 @@ class Pipeline:
         number = self._programs.placement.num_stages
         self._recompute = together(mesh.world, lambda: per_stage(recompute, number))
         self.partition: Partition = together(mesh.world, self._cut)
+        owners = self._programs.placement.owners
+        mesh.pp_group.connect(pairwise(owners))
         parts = build(traced, self.graph, self.partition.assignment, self._programs.placement, mesh, self._settings)
         self.proof: Proof = together(mesh.world, lambda: self._programs.proof(self._usual(parts.ties)))
         together(mesh.world, lambda: warm_up(set(self._recompute) != {"none"}))

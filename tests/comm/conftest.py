@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
 
 from pipert.comm.faults import Faults
+from tests.comm.standin.build import build_standin
 
 # Delays that cost no time; a test that wants losses, kills or real time writes its own plan.
 st.register_type_strategy(
@@ -22,3 +24,16 @@ def no_thread_is_left_behind() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before
+
+
+@pytest.fixture(scope="session")
+def standin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A librccl for machines without a GPU; see tests/comm/standin."""
+    return build_standin(tmp_path_factory.mktemp("rccl"))
+
+
+@pytest.fixture
+def rccl(standin: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, and in this test it is the RCCL that pipert finds."""
+    monkeypatch.setenv("PIPERT_RCCL", str(standin))
+    return standin

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from pipert.comm.local import run_ranks
 from pipert.comm.mesh import Mesh
+from pipert.comm.transport import Transport
 from pipert.engine.pipeline import Pipeline
 from pipert.engine.result import StepResult
 from pipert.gpt_config import GPTConfig
@@ -48,6 +49,7 @@ def run_pipeline(
     optimizer: Optimizer | None = None,
     transport: dict[str, Any] | None = None,
     before: Callable[[Pipeline], None] | None = None,
+    world: Callable[[Transport], Transport] = lambda transport: transport,
     **options: Any,
 ) -> Outcome:
     """Run steps on threads.
@@ -61,12 +63,13 @@ def run_pipeline(
         optimizer: makes one on each rank; without one the gradients of all steps are added up.
         transport: options of run_ranks.
         before: called with each rank's pipeline before the first step.
+        world: makes the mesh's world of run_ranks' transport.
         options: of Pipeline.
     """
     copies = [copy.deepcopy(model) for _ in range(pp * dp)]
 
     def rank(transport: Any) -> tuple[Outcome, int]:
-        mesh = Mesh.local(pp=pp, dp=dp)
+        mesh = Mesh.from_transport(world(transport), pp=pp, dp=dp)
         pipe = Pipeline(copies[transport.rank], loss_fn, mesh, **options)
         if before is not None:
             before(pipe)
