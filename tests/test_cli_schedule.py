@@ -176,6 +176,14 @@ def test_simulate_gives_the_figures_of_1f1b_for_any_number_of_microbatches(piper
     ]
 
 
+def test_an_interleaved_schedule_takes_a_group_size(pipert_schedule) -> None:
+    words = ("--ranks", 2, "--chunks", 2, "--microbatches", 8, "--group-size", 4, "--text")
+    assert loads(pipert_schedule("show", "interleaved", *words).out) == generate("interleaved", 2, 8, 2, group=4)
+    assert "has no groups" in pipert_schedule("show", "gpipe", "--group-size", 4).err
+    assert pipert_schedule("compare", "1f1b", "interleaved", "--microbatches", 16, "--group-size", 8).code == 0
+    assert pipert_schedule("diff", "interleaved", "1f1b", "--chunks", 2, "--group-size", 8).code == 1
+
+
 def test_simulate_takes_times_for_each_stage_and_messages(pipert_schedule) -> None:
     done = pipert_schedule(
         "simulate", "gpipe", "--ranks", 2, "--microbatches", 1, "--forward", "1,2", "--backward", "3,4", "--comm", "0.5"

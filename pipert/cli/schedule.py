@@ -15,6 +15,7 @@ from pipert.cli.schedule_inputs import (
     Format,
     Forward,
     Group,
+    GroupSize,
     Microbatches,
     Picture,
     Ranks,
@@ -75,6 +76,7 @@ def show(
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
     chunks: Chunks = 1,
+    group_size: GroupSize = None,
     format: Format = "auto",
     transport: Transport = None,
     group: Group = None,
@@ -88,7 +90,7 @@ def show(
 ) -> None:
     """Show what every rank does, in order; with a transport also every message."""
     semantics = rules(transport, group)
-    target = on(read(source, ranks, microbatches, chunks, format, semantics), semantics)
+    target = on(read(source, ranks, microbatches, chunks, format, semantics, group_size), semantics)
     if picture is not None:
         save_picture(picture, run(target, Costs(1, 2)))
     if as_csv:
@@ -103,6 +105,7 @@ def check(
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
     chunks: Chunks = 1,
+    group_size: GroupSize = None,
     format: Format = "auto",
     transport: Transport = None,
     group: Group = None,
@@ -116,7 +119,7 @@ def check(
     """
     limits = None if limit is None else numbers("--limit", limit, int)
     semantics = rules(transport, group)
-    target = read(source, ranks, microbatches, chunks, format, semantics)
+    target = read(source, ranks, microbatches, chunks, format, semantics, group_size)
     if isinstance(target, Schedule):
         proof = verify(target, limits=limits)  # a fault of the schedule is best shown without messages
         target = on(target, semantics) if proof.ok else target
@@ -132,6 +135,7 @@ def simulate(
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
     chunks: Chunks = 1,
+    group_size: GroupSize = None,
     format: Format = "auto",
     transport: Transport = None,
     group: Group = None,
@@ -154,7 +158,7 @@ def simulate(
     if source == "1f1b" and chunks == 1 and ranks * microbatches > DRAWN and not (semantics or picture or trace):
         typer.echo(_figures(simulate_1f1b(ranks, microbatches, costs)))
         return
-    target = on(read(source, ranks, microbatches, chunks, format, semantics), semantics)
+    target = on(read(source, ranks, microbatches, chunks, format, semantics, group_size), semantics)
     try:
         timeline = run(target, costs)
     except UnsafeProgramError as error:

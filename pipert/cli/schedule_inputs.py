@@ -29,6 +29,9 @@ Source = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A schedule's n
 Ranks = Annotated[int, typer.Option("--ranks", help="Pipeline ranks of a schedule made by name.")]
 Microbatches = Annotated[int, typer.Option("--microbatches", help="Its micro-batches.")]
 Chunks = Annotated[int, typer.Option("--chunks", help="Its stages a rank.")]
+GroupSize = Annotated[
+    int | None, typer.Option("--group-size", help="Micro-batches of a group of an interleaved schedule, >= ranks.")
+]
 Format = Annotated[
     str, typer.Option("--format", metavar="NAME", help="Of a file: auto, pipert, torch, deepspeed or megatron.")
 ]
@@ -53,10 +56,11 @@ def read(
     chunks: int,
     format: str = "auto",
     semantics: Semantics | None = None,
+    group_size: int | None = None,
 ) -> Schedule | Program:
     """The schedule of that name, else the file; what a file has that is left out is told on standard error."""
     if source in GENERATORS:
-        return generate(source, ranks, microbatches, chunks)
+        return generate(source, ranks, microbatches, chunks, group_size)
     try:
         imported = read_file(source, format, semantics or NCCL_PAIR) if Path(source).is_file() else None
     except OSError as error:

@@ -11,6 +11,7 @@ from pipert.cli.schedule_inputs import (
     Chunks,
     Format,
     Group,
+    GroupSize,
     Microbatches,
     Picture,
     Ranks,
@@ -38,6 +39,7 @@ def diff(
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
     chunks: Chunks = 1,
+    group_size: GroupSize = None,
     format: Format = "auto",
     transport: Transport = None,
     group: Group = None,
@@ -47,7 +49,10 @@ def diff(
     The exit code is 0 if every rank does the same in the same order, 1 if not, 2 if one cannot be read.
     """
     semantics = rules(transport, group)
-    sides = [on(read(one, ranks, microbatches, _chunks(one, chunks), format, semantics), semantics) for one in (a, b)]
+    sides = []
+    for one in (a, b):
+        layout = ranks, microbatches, _chunks(one, chunks)
+        sides.append(on(read(one, *layout, format, semantics, _group_size(one, group_size)), semantics))
     difference = Difference(*sides)
     typer.echo(str(difference))
     raise typer.Exit(0 if difference.same else 1)
@@ -58,6 +63,7 @@ def compare(
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
     chunks: Chunks = 2,
+    group_size: GroupSize = None,
     format: Format = "auto",
     transport: Transport = None,
     group: Group = None,
@@ -74,7 +80,8 @@ def compare(
     semantics = rules(transport, group)
     rows, timelines = [], []
     for source in sources:
-        target = on(read(source, ranks, microbatches, _chunks(source, chunks), format, semantics), semantics)
+        layout = ranks, microbatches, _chunks(source, chunks)
+        target = on(read(source, *layout, format, semantics, _group_size(source, group_size)), semantics)
         stages = target.num_stages / target.num_ranks
         costs = Costs(forward / stages, backward / stages, comm=comm)
         try:
@@ -93,6 +100,11 @@ def compare(
 def _chunks(source: str, chunks: int) -> int:
     """The chunks to ask for: those of a schedule that has its own number are not in question."""
     return chunks if source in GENERATORS and GENERATORS[source].chunked else 1
+
+
+def _group_size(source: str, size: int | None) -> int | None:
+    """The group size to ask for, likewise."""
+    return size if source in GENERATORS and GENERATORS[source].grouped else None
 
 
 def _figures(timeline: Timeline, stages: float, bound: float) -> tuple[str, ...]:

@@ -28,12 +28,14 @@ class Generator:
         summary: one line about it.
         chunked: whether it takes any number of stages a rank.
         stages: if not, how many it puts on each.
+        grouped: the schedule for (ranks, micro-batches, chunks, micro-batches of a group), if it has groups.
     """
 
     make: Callable[[int, int, int], Schedule]
     summary: str
     chunked: bool = False
     stages: int = 1
+    grouped: Callable[[int, int, int, int], Schedule] | None = None
 
 
 #: Every schedule that can be asked for by name.
@@ -41,7 +43,9 @@ GENERATORS: Mapping[str, Generator] = MappingProxyType(
     {
         "gpipe": Generator(lambda p, m, _: gpipe(p, m), "all forwards, then all backwards"),
         "1f1b": Generator(lambda p, m, _: one_f_one_b(p, m), "one forward, one backward: few activations live"),
-        "interleaved": Generator(interleaved, "1F1B with several stages a rank: a shorter bubble", chunked=True),
+        "interleaved": Generator(
+            interleaved, "1F1B with several stages a rank: a shorter bubble", chunked=True, grouped=interleaved
+        ),
         "1f1b-eager": Generator(lambda p, m, _: eager_one_f_one_b(p, m), "1F1B with more forwards ahead"),
         "looped-bfs": Generator(looped_bfs, "GPipe with several stages a rank, stage by stage", chunked=True),
         "zb-h1": Generator(lambda p, m, _: zb_h1(p, m), "1F1B's memory, weight gradients fill a part of the bubble"),
@@ -54,7 +58,7 @@ GENERATORS: Mapping[str, Generator] = MappingProxyType(
 )
 
 
-def generate(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+def generate(name: str, ranks: int, microbatches: int, chunks: int = 1, group: int | None = None) -> Schedule:
     """Make a schedule by name.
 
     Args:
@@ -62,6 +66,8 @@ def generate(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Sched
         ranks: the number of pipeline ranks, ≥ 1.
         microbatches: the number of micro-batches of a step, ≥ 1.
         chunks: stages a rank, ≥ 1; may be left at 1 for a schedule that has its own number.
+        group: of ``interleaved``, how many micro-batches a rank takes through one stage before it turns to the next,
+            ≥ ranks; left out, as few as can be.
 
     Raises:
         LayoutError: no schedule has that name, it has none for these numbers, or a number is below 1.
@@ -76,4 +82,9 @@ def generate(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Sched
         own = "one stage" if generator.stages == 1 else f"{generator.stages} stages"
         remedy = f"use chunks = {generator.stages}, or one of: {many}"
         raise LayoutError(f"{name} puts {own} on a rank, not chunks = {chunks}; {remedy}")
-    return generator.make(ranks, microbatches, chunks)
+    if group is None:
+        return generator.make(ranks, microbatches, chunks)
+    if generator.grouped is None:
+        many = ", ".join(known for known, entry in GENERATORS.items() if entry.grouped)
+        raise LayoutError(f"{name} has no groups of micro-batches, so no group = {group}; leave it out, or use {many}")
+    return generator.grouped(ranks, microbatches, chunks, group)

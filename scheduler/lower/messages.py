@@ -7,6 +7,7 @@ import numpy as np
 from pipert.scheduler.action import COUNTERPART, KIND_MASK, KIND_SHIFT, MICROBATCH_MASK, STAGE_SHIFT, Kind
 from pipert.scheduler.dependencies import BRINGS, CARRIES, MAKES, NEEDS
 from pipert.scheduler.placement import Placement
+from pipert.scheduler.program import Program
 from pipert.scheduler.row import Codes, pack
 
 NONE = -1
@@ -88,3 +89,15 @@ def carrying(computations: Codes) -> Codes:
     """The SEND that would carry off what each packed computation makes; NONE if there is no such message."""
     kinds = SENT[kinds_of(computations)]
     return np.where(kinds == NONE, NONE, pack(stages_of(computations), kinds, microbatches_of(computations)))
+
+
+def needed(messages: Codes, program: Program) -> Codes:
+    """Replace by NONE what is no message: beyond an end of the pipeline, on one rank, or a gradient nobody wants."""
+    owners = np.array(program.placement.owners)
+    candidates = np.maximum(messages, 0)
+    stages, kinds = stages_of(candidates), kinds_of(candidates)
+    there = stages + OFFSET[kinds]
+    exists = (messages != NONE) & (there >= 0) & (there < len(owners))
+    crosses = exists & (owners[stages] != owners[np.where(exists, there, 0)])
+    unwanted = (kinds == Kind.SEND_B) & (there < program.trainable_from)
+    return np.where(crosses & ~unwanted, messages, NONE)

@@ -31,7 +31,7 @@ class Order:
     Attributes:
         begins: for every rank when each of its computations starts.
         ends: for every rank when each of its computations ends.
-        ready: when each value is there, ``[value kind, stage, micro-batch]``; −1 if nobody makes it.
+        ready: when each value is there and its message is made, ``[value kind, stage, micro-batch]``; −1 if never.
     """
 
     begins: tuple[Times, ...]

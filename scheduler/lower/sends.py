@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipert.scheduler.action import Kind
+from pipert.scheduler.lower.meeting import meet
 from pipert.scheduler.lower.messages import (
     CARRIED,
     NONE,
-    OFFSET,
     carrying,
     counterparts,
     feeding,
     kinds_of,
     microbatches_of,
+    needed,
     stages_of,
 )
 from pipert.scheduler.lower.order import Order, simulated_order
@@ -30,7 +30,8 @@ def add_messages(program: Program, order: Order | None = None) -> Program:
     * Where each message is on its own (matched by tag, no queues, no rank held by a send), a SEND stands directly
       behind the action that makes the value, and a RECV directly before the one that needs it.
     * Otherwise the two ends of all messages are put in one order on all ranks (`pipert.scheduler.lower.order`): again a
-      SEND stands behind the action that makes the value, and its RECV where the other rank is at that time.
+      SEND stands behind the action that makes the value, and its RECV where the other rank is at that time. Where a
+      send holds its rank, both stand where the two ranks wait least (`pipert.scheduler.lower.meeting`).
 
     A hand-over between two stages of one rank needs no message, nor does a gradient for a stage without a backward.
 
@@ -41,17 +42,22 @@ def add_messages(program: Program, order: Order | None = None) -> Program:
     if _independent(program.semantics):
         return replace(program, rows=tuple(_beside(row.codes, program) for row in program.rows))
     order = order or simulated_order(program)
+    if _held_by_sends(program.semantics):
+        order = meet(order, program)
     return replace(program, rows=tuple(_in_order(row.codes, program, order, i) for i, row in enumerate(program.rows)))
 
 
 def _independent(semantics: Semantics) -> bool:
-    held_by_sends = semantics.blocking and not semantics.buffered
-    return semantics.matching == "tag" and semantics.channel == "message" and not held_by_sends
+    return semantics.matching == "tag" and semantics.channel == "message" and not _held_by_sends(semantics)
+
+
+def _held_by_sends(semantics: Semantics) -> bool:
+    return semantics.blocking and not semantics.buffered
 
 
 def _beside(codes: Codes, program: Program) -> ActionRow:
     """Put each message next to its computation."""
-    receives, sends = _needed(feeding(codes), program), _needed(carrying(codes), program)
+    receives, sends = needed(feeding(codes), program), needed(carrying(codes), program)
     together = np.stack([receives, codes, sends], axis=1)
     return ActionRow.from_codes(together[together != NONE])
 
@@ -59,16 +65,23 @@ def _beside(codes: Codes, program: Program) -> ActionRow:
 def _in_order(codes: Codes, program: Program, order: Order, rank: int) -> ActionRow:
     """Put each message where the simulated run makes it; of those made at one time, the order is that of `_turns`."""
     begins, ends = order.begins[rank], order.ends[rank]
-    receives, sends = _needed(feeding(codes), program), _needed(carrying(codes), program)
+    receives, sends = needed(feeding(codes), program), needed(carrying(codes), program)
     received, sent = receives != NONE, sends != NONE
     receives, sends = receives[received], sends[sent]
     origins = counterparts(receives)
-    arrivals = order.ready[CARRIED[kinds_of(origins)], stages_of(origins), microbatches_of(origins)]
+    arrivals, departures = _ready(origins, order), _ready(sends, order)
     arrivals = np.where(arrivals >= 0, arrivals, begins[received])
-    times = np.concatenate([2 * begins + 1, 2 * arrivals, 2 * ends[sent]])  # messages before computations
+    departures = np.where(departures >= 0, departures, ends[sent])
+    times = np.concatenate([2 * begins + 1, 2 * arrivals, 2 * departures])  # messages before computations
     turns = np.concatenate([np.zeros_like(codes), _turns(origins, program), _turns(sends, program)])
     together = np.concatenate([codes, receives, sends])
     return ActionRow.from_codes(together[np.lexsort((turns, times))])
+
+
+def _ready(sends: Codes, order: Order) -> Codes:
+    """When the value of every SEND is there, or its two ranks meet; −1 if it never is."""
+    ready: Codes = order.ready[CARRIED[kinds_of(sends)], stages_of(sends), microbatches_of(sends)]
+    return ready
 
 
 def _turns(sends: Codes, program: Program) -> Codes:
@@ -81,15 +94,3 @@ def _turns(sends: Codes, program: Program) -> Codes:
     here, there = owners[stages_of(sends)], owners[stages_of(counterparts(sends))]
     turns: Codes = np.minimum(here, there) % 2 << 62 | sends
     return turns
-
-
-def _needed(messages: Codes, program: Program) -> Codes:
-    """Replace by NONE what is no message: beyond an end of the pipeline, on one rank, or a gradient nobody wants."""
-    owners = np.array(program.placement.owners)
-    candidates = np.maximum(messages, 0)
-    stages, kinds = stages_of(candidates), kinds_of(candidates)
-    there = stages + OFFSET[kinds]
-    exists = (messages != NONE) & (there >= 0) & (there < len(owners))
-    crosses = exists & (owners[stages] != owners[np.where(exists, there, 0)])
-    unwanted = (kinds == Kind.SEND_B) & (there < program.trainable_from)
-    return np.where(crosses & ~unwanted, messages, NONE)

@@ -219,6 +219,13 @@ def test_a_group_size_is_kept_but_for_what_is_left() -> None:
         assert forwards == [stage for size in runs for stage in (0, 4) for _ in range(size)]
 
 
+def test_a_group_size_may_be_asked_for_by_name() -> None:
+    assert generate("interleaved", 4, 12, 2, group=6) == interleaved(4, 12, 2, group=6)
+    rule = "1f1b has no groups of micro-batches, so no group = 4; leave it out, or use interleaved"
+    with pytest.raises(LayoutError, match=rule):
+        generate("1f1b", 4, 8, group=4)
+
+
 def test_a_group_smaller_than_the_ranks_is_refused() -> None:
     with pytest.raises(LayoutError, match="group = 3 is less than ranks = 4: ranks would wait within it; use >= 4"):
         interleaved(4, 8, 2, 3)

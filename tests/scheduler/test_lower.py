@@ -118,6 +118,15 @@ def test_v_placement_hands_over_locally_at_its_turn() -> None:
     assert len(messages) == 2 * 2 * 6 * 3  # two ends, two directions, six boundaries, three micro-batches
 
 
+@pytest.mark.parametrize("name", ["interleaved", "1f1b-eager", "dual-pipe-v"])
+def test_ranks_that_are_held_by_messages_meet_between_computations(name: str) -> None:
+    """Held by every message, ranks would wait half a backward for one another, again and again."""
+    schedule = generate(name, 8, 32, 2 if name == "interleaved" else 1)
+    costs = Costs(1, 2)
+    held = simulate(lower(schedule, MPI_SYNCHRONOUS), costs).makespan
+    assert held < 1.2 * simulate(schedule, costs).makespan  # not 1.4
+
+
 @given(st.integers(1, 4), st.integers(1, 8), any_semantics)
 def test_one_rank_sends_nothing(chunks: int, microbatches: int, semantics: Semantics) -> None:
     schedule = generate("interleaved", 1, microbatches, chunks)
