@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+
+#: Numbers in a row of what is handed over.
+WIDTH = 64
 
 
 class _Sleep(torch.autograd.Function):
@@ -37,6 +42,29 @@ class SleepStage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Sleep.apply(x, self.weight, *self._seconds)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class SplitSleep(nn.Module):
+    """A small product whose forward, input gradient and weight gradient take their time.
+
+    Args:
+        forward: seconds of a forward.
+        inputs: seconds of the gradient of the input.
+        weights: seconds of the gradient of the weight, wherever it is added up.
+    """
+
+    multiply = staticmethod(F.linear)
+
+    def __init__(self, forward: float, inputs: float, weights: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self._seconds = forward, inputs
+        self._node = get_gradient_edge(self.weight).node
+        self._node.register_prehook(lambda gradients: time.sleep(weights * (gradients[0] is not None)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = self.multiply(x, self.weight)
+        return _Sleep.apply(product, torch.ones(1), *self._seconds)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class Identity(nn.Module):

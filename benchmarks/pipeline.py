@@ -13,14 +13,9 @@ The last line is one JSON object with figures, bars and whether they hold; the e
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import json
 import sys
-import tempfile
-from pathlib import Path
 
-from _verdicts import verdicts
+from _jobs import run_jobs
 
 #: Part, ranks, rounds.
 JOBS = (("gpt", 2, 9), ("sleep", 8, 3), ("sleep", 16, 3), ("cost", 2, 31))
@@ -34,50 +29,5 @@ BARS = (
 )
 
 
-def worker(part: str, rounds: int, folder: Path) -> None:
-    """What each rank of a part's job does."""
-    import pipert
-
-    mesh = pipert.Mesh.from_mpi(pp=int(folder.joinpath("ranks").read_text()), deadline=120.0)
-    figures = importlib.import_module(f"_pipeline_{part}").run(mesh, folder, rounds)
-    if mesh.world.rank == 0:
-        folder.joinpath("figures").write_text(json.dumps(figures))
-
-
-def job(part: str, ranks: int, rounds: int) -> dict[str, float]:
-    """Run one part on so many ranks."""
-    from pipert.launch import launch
-
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        folder.joinpath("ranks").write_text(str(ranks))
-        code = launch(ranks, [__file__, "--part", part, "--rounds", str(rounds), "--folder", name])
-        if code:
-            sys.exit(f"{part} on {ranks} ranks ended with exit code {code}")
-        figures: dict[str, float] = json.loads(folder.joinpath("figures").read_text())
-    for figure, value in figures.items():
-        print(f"{figure:60} {value:10.4g}", flush=True)
-    return figures
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=sorted({part for part, _, _ in JOBS}), help="only this part")
-    parser.add_argument("--rounds", type=int, help="steps of each contestant that count")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.folder:
-        worker(arguments.part, arguments.rounds, arguments.folder)
-        return 0
-    figures: dict[str, float] = {}
-    for part, ranks, rounds in JOBS:
-        if arguments.part in (None, part):
-            figures |= job(part, ranks, arguments.rounds or rounds)
-    bars = verdicts(figures, BARS)
-    ok = all(verdict["ok"] for verdict in bars.values())
-    print(json.dumps({"benchmark": "pipeline", "figures": figures, "bars": bars, "ok": ok}))
-    return 0 if ok else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_jobs(__file__, __doc__, JOBS, BARS))

@@ -14,7 +14,7 @@ from torch import nn
 
 from pipert.comm.mesh import Mesh
 from pipert.comm.transport import Transport
-from pipert.engine.halves import second_half
+from pipert.engine.halves import run_halves
 from pipert.engine.kernels import prepare
 from pipert.engine.parameters import ParameterBook, Tie, find_ties, ranks_of
 from pipert.engine.refusals import together
@@ -75,7 +75,12 @@ def weigh(traced: TracedModel, settings: Settings, mesh: Mesh, stages: int, halv
 
     def measure() -> ModelGraph:
         if mesh.world.rank == 0 and settings.example is not None and stages > 1:
-            return profile(traced, settings.example, materialise=fill, second_half=second_half if halves else None)
+            return profile(
+                traced,
+                settings.example,
+                materialise=fill,
+                second_half=(lambda *call: run_halves(*call).second) if halves else None,
+            )
         return estimate(traced.graph)
 
     graph = together(mesh.world, measure)

@@ -1,10 +1,11 @@
-"""How long the second half of a block's backward takes."""
+"""How long a block takes when its backward runs in two halves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,24 +14,35 @@ from torch.utils._pytree import tree_leaves
 from pipert.engine.deferred import Deferred, Products, deferring
 
 
-def second_half(module: nn.Module, arguments: Sequence[Any]) -> float:
-    """Run a block, which may be spoilt, and its backward in two halves; the seconds of the second one.
+class Halves(NamedTuple):
+    """Seconds of a block's forward, and of its backward's first and second half."""
+
+    forward: float
+    first: float
+    second: float
+
+
+def run_halves(module: nn.Module, arguments: Sequence[Any]) -> Halves:
+    """Run a block, which adds to its parameters' gradients.
 
     Args:
         module: the block.
         arguments: of its call; a gradient flows back through some of them.
     """
-    deferred = Deferred()
-    with deferring(deferred, Products(module)):
+    deferred, products = Deferred(), Products(module)
+    marks = [_now(arguments)]
+    with deferring(deferred, products):
         result = module(*arguments)
     ends = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+    marks.append(_now(ends))
     deferred.first_half(ends, [torch.ones_like(end) for end in ends])
-    start = _now(ends)
+    marks.append(_now(ends))
     deferred.accumulate()
-    return _now(ends) - start
+    marks.append(_now(ends))
+    return Halves(*(after - before for before, after in pairwise(marks)))
 
 
-def _now(tensors: Sequence[torch.Tensor]) -> float:
-    if any(tensor.is_cuda for tensor in tensors):
+def _now(values: Sequence[Any]) -> float:
+    if any(isinstance(value, torch.Tensor) and value.is_cuda for value in values):
         torch.cuda.synchronize()
     return perf_counter()
