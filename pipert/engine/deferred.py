@@ -32,8 +32,9 @@ from torch.overrides import TorchFunctionMode
 
 _AS_EVER = nullcontext()
 
-#: Weight gradients that are computed before they are added up, in bytes: adding costs as much for one as for many.
-_BATCH = 1 << 22
+#: Weight gradients that are computed before they are added up, in bytes: adding costs as much for one as for many, but
+#: those of large layers are added while they are in the cache.
+_BATCH = 1 << 18
 
 
 class _Product(NamedTuple):
