@@ -125,6 +125,10 @@ class Transport(ABC):
         """
         return nullcontext()
 
+    def __deepcopy__(self, memo: object) -> Transport:
+        """The transport itself: a copy of a model whose layers communicate does so with the same ranks."""
+        return self
+
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         self.exchange(b"")

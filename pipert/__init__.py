@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pipert.engine.auto import AutoOptions
     from pipert.engine.pipeline import Pipeline
     from pipert.engine.result import StepResult
+    from pipert.layers.parallelize import parallelize
     from pipert.optim.loss_scale import LossScale
     from pipert.optim.precision import Precision
 
@@ -27,10 +28,21 @@ _HOMES = {
     "Pipeline": "pipert.engine.pipeline",
     "Precision": "pipert.optim.precision",
     "StepResult": "pipert.engine.result",
+    "parallelize": "pipert.layers.parallelize",
     "run_ranks": "pipert.comm.local",
 }
 
-__all__ = ["AutoOptions", "LossScale", "Mesh", "Pipeline", "Precision", "StepResult", "__version__", "run_ranks"]
+__all__ = [
+    "AutoOptions",
+    "LossScale",
+    "Mesh",
+    "Pipeline",
+    "Precision",
+    "StepResult",
+    "__version__",
+    "parallelize",
+    "run_ranks",
+]
 
 
 def __getattr__(name: str) -> Any:

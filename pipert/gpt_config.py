@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
@@ -82,6 +83,30 @@ class GPTConfig:
             raise ConfigError(
                 f"hidden {self.hidden} / heads {self.heads} = {self.head_width} is odd, and rotary positions turn "
                 "pairs of numbers; use an even head width, or learned positions"
+            )
+
+    def tensor_parallel_problems(self, ranks: int, *, sequence_parallel: bool = False) -> Iterator[str]:
+        """Why so many tensor-parallel ranks cannot share the model: a sentence for each division with a remainder.
+
+        Args:
+            ranks: tensor-parallel ranks.
+            sequence_parallel: whether the activations between the layers are shared out by positions, too.
+        """
+        if self.heads % ranks:
+            yield f"heads {self.heads} / tp {ranks} leaves {self.heads % ranks} over; tp must divide the heads"
+        keys = self.key_heads
+        if keys % ranks and ranks % keys:
+            yield (
+                f"kv_heads {keys} / tp {ranks} leaves {keys % ranks} over, and tp {ranks} / kv_heads {keys} leaves "
+                f"{ranks % keys} over; one must divide the other"
+            )
+        if self.mlp_width % ranks:
+            fits = -(-self.mlp_width // ranks) * ranks
+            yield f"mlp {self.mlp_width} / tp {ranks} leaves {self.mlp_width % ranks} over; use mlp = {fits}"
+        if sequence_parallel and self.sequence % ranks:
+            yield (
+                f"sequence {self.sequence} / tp {ranks} leaves {self.sequence % ranks} over; with sequence parallelism "
+                f"every rank needs as many positions, so use sequence = {-(-self.sequence // ranks) * ranks}"
             )
 
     @property

@@ -12,9 +12,12 @@ layers with `current_draw`; it lives in a `contextvars.ContextVar`, so ranks tha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Protocol
 
 import torch
 
@@ -61,6 +64,45 @@ class drawing:
 
     def __exit__(self, *_: object) -> None:
         _current.reset(self._token)
+
+
+class Holder(Protocol):
+    """Who has something that ranks which are threads of one process use in turn, such as torch's global generator."""
+
+    def let_go(self) -> None:
+        """Let others have it."""
+        ...
+
+    def take_back(self) -> None:
+        """Wait for it, and have it as it was."""
+        ...
+
+
+_holder: ContextVar[Holder | None] = ContextVar("pipert_holder", default=None)
+
+
+@contextmanager
+def holding(holder: Holder) -> Iterator[None]:
+    """Inside the ``with`` block `letting_go` asks this holder."""
+    token = _holder.set(holder)
+    try:
+        yield
+    finally:
+        _holder.reset(token)
+
+
+@contextmanager
+def letting_go() -> Iterator[None]:
+    """Around whatever waits for other ranks inside a block: let go of what they may need before they can come."""
+    holder = _holder.get()
+    if holder is None:
+        yield
+        return
+    holder.let_go()
+    try:
+        yield
+    finally:
+        holder.take_back()
 
 
 def digest(seed: int, *key: str | int) -> int:

@@ -13,6 +13,7 @@ from pipert.config import Config
 from pipert.engine.auto import AutoOptions
 from pipert.engine.pipeline import Pipeline
 from pipert.errors import ConfigError
+from pipert.layers.parallelize import parallelize
 from pipert.models.gpt import GPT
 from pipert.models.loss import CausalLMLoss
 from pipert.optim.groups import decay_groups
@@ -32,10 +33,6 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
                 f"parallel.{axis} is {getattr(parallel, axis)} but the mesh has {axis} {getattr(mesh, axis)}; make "
                 "them equal"
             )
-    if parallel.tp > 1:
-        raise ConfigError(
-            f"parallel.tp is {parallel.tp}, but the GPT has no tensor-parallel layers yet; use tp = 1 and more pp or dp"
-        )
 
 
 def make_pipeline(config: Config, mesh: Mesh, example: object = None, *, dtype: torch.dtype | None = None) -> Pipeline:
@@ -52,8 +49,9 @@ def make_pipeline(config: Config, mesh: Mesh, example: object = None, *, dtype: 
     """
     check_mesh(config, mesh)
     parallel = config.parallel
+    model = GPT(config.model, seed=config.run.seed)
     return Pipeline(
-        GPT(config.model, seed=config.run.seed),
+        parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel),
         CausalLMLoss(),
         mesh,
         schedule=parallel.schedule,

@@ -21,6 +21,7 @@ from pipert.engine.norm import squared_norms
 from pipert.engine.pipeline import Pipeline
 from pipert.engine.reference import reference_step
 from pipert.errors import ConfigError
+from pipert.layers.shard import gather_full, shard_of
 from pipert.models.gpt import GPT
 from pipert.models.loss import CausalLMLoss
 from pipert.recipe import Updater, make_learning_rate, make_optimizer, make_pipeline
@@ -140,11 +141,19 @@ class _Layout:
     def gradients(self) -> Collected:
         """Every rank's gradients, on rank 0."""
         named = self.pipe.named_parameters()
-        return collect({name: p.grad for name, p in named if p.grad is not None}, self._mesh.world)
+        return self._collect({name: (p.grad, p) for name, p in named if p.grad is not None})
 
     def weights(self) -> Collected:
         """Every rank's weights, on rank 0."""
-        return collect(dict(self.pipe.named_parameters()), self._mesh.world)
+        return self._collect({name: (p, p) for name, p in self.pipe.named_parameters()})
+
+    def _collect(self, tensors: Mapping[str, tuple[torch.Tensor, torch.nn.Parameter]]) -> Collected:
+        """Whole tensors, where tensor-parallel ranks have parts of them."""
+        group, whole = self._mesh.tp_group, {}
+        for name, (tensor, parameter) in tensors.items():
+            shard = shard_of(parameter)
+            whole[name] = tensor if shard is None else gather_full(tensor, shard, group)
+        return collect(whole, self._mesh.world)
 
 
 class _OneProcess:

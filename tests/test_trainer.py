@@ -50,7 +50,7 @@ def run(config: Config, console: Console | None = None) -> list[Summary]:
     silent = Console(file=io.StringIO())
 
     def rank(_: object) -> Summary:
-        return train(config, Mesh.local(pp=layout.pp, dp=layout.dp), console or silent)
+        return train(config, Mesh.local(pp=layout.pp, dp=layout.dp, tp=layout.tp), console or silent)
 
     return run_ranks(layout.world, rank, deadline=60)
 
@@ -67,6 +67,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pp": 4, "schedule": "gpipe", "micro_batch": 1},
     {"dp": 4},
     {"pp": 2, "schedule": "auto", "in_flight": 3},
+    {"pp": 2, "tp": 2},
+    {"dp": 2, "tp": 2, "sequence_parallel": True},
 ]
 
 
@@ -145,16 +147,6 @@ def test_a_mesh_that_is_not_the_configured_one_is_refused(text: Path) -> None:
     config = configured(text, pp=2)
     with pytest.raises(ConfigError, match=r"parallel\.pp is 2 but the mesh has pp 1; make them equal"):
         train(config, Mesh.local())
-
-
-def test_tensor_parallel_layouts_are_refused(text: Path) -> None:
-    config = configured(text, tp=2)
-
-    def rank(_: object) -> Summary:
-        return train(config, Mesh.local(tp=2))
-
-    with pytest.raises(ConfigError, match=r"parallel\.tp is 2, .* use tp = 1"):
-        run_ranks(2, rank, deadline=30)
 
 
 def test_text_that_cannot_be_used_is_refused_on_every_rank(text: Path) -> None:

@@ -69,11 +69,8 @@ class Config:
                 f"parallel.in_flight {self.parallel.in_flight} limits a searched schedule, but parallel.schedule is "
                 f'{self.parallel.schedule}; leave it out, or use schedule = "auto"'
             )
-        if self.model.heads % tp:
-            yield (
-                f"model.heads {self.model.heads} / parallel.tp {tp} leaves {self.model.heads % tp} over; "
-                "tp must divide the heads"
-            )
+        for problem in self.model.tensor_parallel_problems(tp, sequence_parallel=self.parallel.sequence_parallel):
+            yield f"model with parallel.tp {tp}: {problem}"
 
     def _batch(self) -> Iterator[str]:
         dp, size, batch = self.parallel.dp, self.parallel.micro_batch, self.data.global_batch

@@ -81,6 +81,7 @@ class ParallelConfig(Section):
         pp: pipeline ranks.
         dp: data-parallel replicas.
         tp: tensor-parallel ranks.
+        sequence_parallel: with tp, activations between the layers are shared out by positions, too.
         schedule: name of the pipeline schedule (`pipert schedule list` shows them), or ``"auto"``: searched for the
             measured times of the model's blocks.
         chunks: stages a pipeline rank; 1 leaves a searched schedule the choice between one and two.
@@ -93,6 +94,7 @@ class ParallelConfig(Section):
     pp: AtLeastOne = 1
     dp: AtLeastOne = 1
     tp: AtLeastOne = 1
+    sequence_parallel: bool = False
     schedule: str = "1f1b"
     chunks: AtLeastOne = 1
     in_flight: AtLeastOne | None = None

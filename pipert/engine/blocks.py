@@ -19,7 +19,7 @@ from torch import nn
 
 from pipert.engine.deferred import Deferred, Products, deferring
 from pipert.engine.recompute import Again, Marked, Recompute, recomputed
-from pipert.randomness import Draw, digest, drawing
+from pipert.randomness import Draw, digest, drawing, holding
 
 Call = Callable[[str, nn.Module, tuple[Any, ...]], Any]
 
@@ -45,52 +45,71 @@ def uses_global_random(function: object) -> bool:
     return not known or any(map(uses_global_random, function.children()))
 
 
-class global_generator:
-    """Seed torch's global generator for one run of a block; restore it afterwards."""
+class _Generator:
+    """Torch's global generators, for one run of a block; restored afterwards, and while the block waits for others."""
 
-    __slots__ = ("_accelerator", "_before", "_device", "_key")
-
-    def __init__(self, draw: Draw, block: str, device: torch.device) -> None:
-        self._key = digest(draw.seed, "global", block, draw.step, draw.samples[0] if draw.samples else 0)
-        self._device = device
-        self._accelerator = None if device.type == "cpu" else torch.get_device_module(device)
-        self._before: list[torch.Tensor] = []
-
-    def __enter__(self) -> None:
-        _GENERATOR.acquire()
-        self._before = [torch.default_generator.get_state()]
-        if self._accelerator is not None:
-            self._before.append(self._accelerator.get_rng_state(self._device))
-            with self._accelerator.device(self._device):
-                self._accelerator.manual_seed(self._key)
-        torch.default_generator.manual_seed(self._key)
-
-    def __exit__(self, *_: object) -> None:
-        state, *accelerated = self._before
-        torch.default_generator.set_state(state)
-        if self._accelerator is not None:
-            self._accelerator.set_rng_state(accelerated[0], self._device)
-        _GENERATOR.release()
-
-
-class generator_again:
-    """Torch's global generators as they are where this is made, for a run later; they are restored afterwards."""
-
-    __slots__ = ("_before", "_device", "_inside")
+    __slots__ = ("_before", "_device", "_holding", "_inside")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._inside = _states(device)
         self._before: list[torch.Tensor] = []
+        self._inside: list[torch.Tensor] = []
+        self._holding = holding(self)
 
     def __enter__(self) -> None:
         _GENERATOR.acquire()
         self._before = _states(self._device)
+        self.begin()
+        self._holding.__enter__()
+
+    def begin(self) -> None:
+        """Set the generators for the run."""
         _set_states(self._device, self._inside)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *reason: Any) -> None:
+        self._holding.__exit__(*reason)
         _set_states(self._device, self._before)
         _GENERATOR.release()
+
+    def let_go(self) -> None:
+        """The block waits for other ranks: those of this process may need the generators before they come."""
+        self._inside = _states(self._device)
+        _set_states(self._device, self._before)
+        _GENERATOR.release()
+
+    def take_back(self) -> None:
+        """The block goes on."""
+        _GENERATOR.acquire()
+        self._before = _states(self._device)
+        _set_states(self._device, self._inside)
+
+
+class global_generator(_Generator):
+    """Seed torch's global generators for one run of a block; restore them afterwards."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, draw: Draw, block: str, device: torch.device) -> None:
+        super().__init__(device)
+        self._key = digest(draw.seed, "global", block, draw.step, draw.samples[0] if draw.samples else 0)
+
+    def begin(self) -> None:
+        """Seed the generators."""
+        if self._device.type != "cpu":
+            accelerator = torch.get_device_module(self._device)
+            with accelerator.device(self._device):
+                accelerator.manual_seed(self._key)
+        torch.default_generator.manual_seed(self._key)
+
+
+class generator_again(_Generator):
+    """Torch's global generators as they are where this is made, for a run later; they are restored afterwards."""
+
+    __slots__ = ()
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._inside = _states(device)
 
 
 def _states(device: torch.device) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ from pipert.graph.model_graph import ModelGraph
 from pipert.graph.profile import profile
 from pipert.graph.stage import StageBlock, StageModule, TracedModel, stage_module
 from pipert.layers.materialise import materialise
+from pipert.layers.shard import shard_of
 from pipert.optim.precision import accumulate
 from pipert.partition.check import check_stages
 from pipert.scheduler.placement import Placement
@@ -56,6 +57,8 @@ class Parts:
 def weigh(traced: TracedModel, settings: Settings, mesh: Mesh, stages: int, halves: bool = False) -> ModelGraph:
     """The graph with costs: measured by rank 0 on its example, else estimated; the same on every rank.
 
+    Its tensor-parallel partners measure, too: blocks that communicate run on all of them or on none.
+
     Args:
         traced: the model.
         settings: what the user said.
@@ -67,6 +70,7 @@ def weigh(traced: TracedModel, settings: Settings, mesh: Mesh, stages: int, halv
         ConfigError: the ranks were given different models or arguments.
     """
     device = settings.device or torch.device("cpu")
+    first = mesh.pp_rank == mesh.dp_rank == 0
 
     def fill(module: nn.Module, prefix: str) -> object:
         return materialise(module, prefix.rstrip("."), device, settings.dtype, settings.seed)
@@ -74,7 +78,7 @@ def weigh(traced: TracedModel, settings: Settings, mesh: Mesh, stages: int, halv
     kernels = together(mesh.world, lambda: prepare(traced.model, settings.loss_fn, settings.device))
 
     def measure() -> ModelGraph:
-        if mesh.world.rank == 0 and settings.example is not None and stages > 1:
+        if first and settings.example is not None and stages > 1:
             return profile(
                 traced,
                 settings.example,
@@ -171,10 +175,15 @@ def _make_equal(
     placement: Placement,
     mesh: Mesh,
 ) -> None:
-    """Everybody gets the first replica's weights, and a tied weight that of its first owner."""
+    """Everybody gets the first replica's weights, and a tied weight that of its first owner.
+
+    What tensor-parallel ranks have whole they get from the first of them.
+    """
+    tensors = list({id(t): t for module in modules.values() for t in _tensors(module)}.values())
     if mesh.dp_group.size > 1:
-        tensors = {id(t): t for module in modules.values() for t in _tensors(module)}
-        _broadcast(mesh.dp_group, list(tensors.values()), 0)
+        _broadcast(mesh.dp_group, tensors, 0)
+    if mesh.tp_group.size > 1:
+        _broadcast(mesh.tp_group, [tensor for tensor in tensors if shard_of(tensor) is None], 0)
     for entry in book:
         group = groups[entry.tie] if entry.tie is not None else None
         if group is not None and entry.tie is not None:

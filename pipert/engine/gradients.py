@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from pipert.comm.transport import Request, Transport
+from pipert.engine.partial import sum_partial
 from pipert.optim.precision import accumulates_in
 
 BUCKET_BYTES = 25 * 2**20
@@ -27,14 +28,19 @@ class GradientSum:
     Args:
         parameters: the same ones, in the same order, on every rank.
         transport: the ranks that sum; all call `start` in the same order.
+        tensor: the tensor-parallel ranks, which sum first where each has a part of a gradient
+            (`pipert.layers.shard.is_summed`).
 
     Attributes:
         transport: the same; on it the requests are waited for.
         parameters: the same.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], transport: Transport) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], transport: Transport, tensor: Transport | None = None
+    ) -> None:
         self.transport = transport
+        self._tensor = tensor
         self.parameters = tuple(parameters)
         self._scale = 1.0
         self._buckets = [_Bucket(bucket, transport) for bucket in _buckets(parameters)]
@@ -47,6 +53,8 @@ class GradientSum:
 
     def start(self) -> list[Request]:
         """After the last backward: start summing."""
+        if self._tensor is not None:
+            sum_partial(self.parameters, self._tensor)
         return [bucket.start() for bucket in self._buckets]
 
     def finish(self) -> None:

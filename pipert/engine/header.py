@@ -168,11 +168,11 @@ def _check_same_call(reports: Sequence[Report]) -> None:
 def _check_replicas(reports: Sequence[Report], position: Position) -> None:
     """Replicas train the same parameters; the ranks of a tensor-parallel group get the same batch."""
     for pp, dp, tp in position.ranks:
-        rank, model = position.rank_at(pp, dp, tp), position.rank_at(pp, 0, tp)
+        rank, model = position.rank_at(pp, dp, tp), position.rank_at(pp, 0, 0)
         if reports[rank].pattern != reports[model].pattern:
             raise ConfigError(
                 f"ranks {model} and {rank} hold the same stages, but not the same parameters are trainable there; set "
-                "requires_grad alike on every replica"
+                "requires_grad alike on every replica and tensor-parallel rank"
             )
         first = position.rank_at(pp, dp, 0)
         mine, theirs = reports[rank], reports[first]

@@ -10,31 +10,42 @@ import torch
 
 from pipert.comm.transport import Transport
 from pipert.engine.parameters import Owned
+from pipert.layers.shard import shard_of
 
 
-def gradient_norm(owned: Iterable[Owned], transport: Transport) -> float:
+def gradient_norm(owned: Iterable[Owned], transport: Transport, tensor: Transport | None = None) -> float:
     """The 2-norm of all gradients of the model, each parameter counted once.
 
     The squared norm of each parameter is taken in float64; they are summed in the model's order, so the result does not
-    depend on where the parameters are.
+    depend on where the parameters are. Of a sharded parameter the tensor-parallel ranks' parts are summed first, in
+    their order; one that all of them have whole counts once.
 
     Args:
         owned: this rank's parameters.
         transport: the ranks of the pipeline.
+        tensor: the tensor-parallel ranks; None for one alone.
     """
     counted = [entry for entry in owned if entry.counted and entry.parameter.grad is not None]
-    mine = list(zip((entry.order for entry in counted), squared_norms([e.parameter for e in counted]), strict=True))
-    everybody = transport.exchange(json.dumps(mine).encode())
+    mine = dict(zip((entry.order for entry in counted), squared_norms([e.parameter for e in counted]), strict=True))
+    if tensor is not None and tensor.size > 1:
+        parts = [dict(json.loads(blob)) for blob in tensor.exchange(json.dumps(list(mine.items())).encode())]
+        sharded = {entry.order for entry in counted if shard_of(entry.parameter) is not None}
+        mine = {order: sum(part[order] for part in (parts if order in sharded else parts[:1])) for order in mine}
+    everybody = transport.exchange(json.dumps(list(mine.items())).encode())
     squares = sorted(tuple(pair) for blob in everybody for pair in json.loads(blob))
     return math.sqrt(sum(square for _, square in squares))
 
 
 def squared_norms(parameters: Iterable[torch.nn.Parameter]) -> list[float]:
-    """The sum of squares of each parameter's gradient, in float64."""
+    """The sum of squares of each parameter's gradient, in float64; of a shard, of the rows that count here."""
     norms = []
     for parameter in parameters:
         assert parameter.grad is not None
         gradient = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
+        shard = shard_of(parameter)
+        if shard is not None and shard.shared:
+            rows = [gradient.narrow(shard.dim, start, stop - start) for start, stop in shard.counted]
+            gradient = torch.cat(rows, shard.dim)
         dtype = torch.complex128 if gradient.is_complex() else torch.float64
         norms.append(torch.linalg.vector_norm(gradient, dtype=dtype))
     return [norm**2 for norm in torch.stack(norms).tolist()] if norms else []

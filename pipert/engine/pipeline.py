@@ -24,11 +24,13 @@ from pipert.engine.result import StepResult
 from pipert.engine.session import Call, Session
 from pipert.engine.settings import Settings, usable_device
 from pipert.engine.stage import Stage, warm_up
+from pipert.engine.tensor_parallel import check_model, over_vocabulary, shared_out
 from pipert.engine.timings import gather
 from pipert.errors import ConfigError
 from pipert.graph.model_graph import ModelGraph
 from pipert.graph.stage import StageModule, TracedModel
 from pipert.graph.trace import trace
+from pipert.layers.shard import is_summed
 from pipert.optim.loss_scale import Decision, LossScale, LossScaler, check_max_norm, clip_factor
 from pipert.optim.precision import HALF, Precision
 from pipert.partition.limits import StageLimit
@@ -64,7 +66,7 @@ class Pipeline:
         model: an ``nn.Sequential``, a module with a method ``blocks()``, or one that torch.fx can record. Parameters
             may be on the meta device: then each rank makes those of its own stages only. Otherwise replicas get the
             weights of the first one. Parameters stay the model's own (ranks that are threads and share a model get
-            copies).
+            copies). With tp > 1 each rank gets its part: see `pipert.parallelize`, which pipert's GPT needs not.
         loss_fn: ``loss_fn(output, target)``, the mean over what ``count_fn`` counts.
         mesh: the ranks.
         schedule: a name of `pipert.scheduler.generators.registry` (``1f1b``, ``interleaved``, ``zb-h1``, ``zb-v``, …),
@@ -148,13 +150,17 @@ class Pipeline:
             made = None if searched else self._make_programs(schedule, microbatches, chunks)
             if made is not None:
                 per_stage(recompute, made.placement.num_stages)
-            traced = trace(model, example)
+            traced = trace(part, example)
             if settings.dtype is not None:
                 name, itemsize = str(settings.dtype).removeprefix("torch."), settings.dtype.itemsize
                 traced = replace(traced, graph=traced.graph.in_dtype(name, itemsize))
             return settings, made, traced
 
+        together(mesh.world, lambda: check_model(model, mesh))
+        part = shared_out(model, mesh)
+        self._sums = mesh.dp > 1 or (mesh.tp > 1 and any(map(is_summed, part.parameters())))
         self._settings, programs, traced = together(mesh.world, decide)
+        self._loss_fn, self._whole = over_vocabulary(traced, loss_fn)
         stages = mesh.pp if programs is None else programs.placement.num_stages
         self.graph = weigh(traced, self._settings, mesh, stages, halves=searched)
         self._planner = Planner(mesh, self._settings, self.graph, self._semantics)
@@ -177,7 +183,7 @@ class Pipeline:
     # ---- construction ----------------------------------------------------------------------------------------------
 
     def _make_programs(self, source: ScheduleSource, microbatches: int, chunks: int) -> Programs:
-        return Programs(source, self.mesh.pp, microbatches, chunks, self._semantics, reduce=self.mesh.dp > 1)
+        return Programs(source, self.mesh.pp, microbatches, chunks, self._semantics, reduce=self._sums)
 
     @property
     def _semantics(self) -> Semantics:
@@ -201,11 +207,12 @@ class Pipeline:
     def _stages(self) -> dict[int, Stage]:
         last, settings = self._programs.placement.num_stages - 1, self._settings
         half = settings.precision is not None and settings.precision.parameters in HALF
-        loss_fn = Widened(settings.loss_fn) if half else settings.loss_fn
-        return {
-            number: Stage(number, module, self._device, self._recompute[number], loss_fn if number == last else None)
-            for number, module in self._parts.modules.items()
-        }
+        loss_fn = Widened(self._loss_fn) if half else self._loss_fn
+        stages = {}
+        for number, module in self._parts.modules.items():
+            at_end = (loss_fn, self._whole) if number == last else (None, None)
+            stages[number] = Stage(number, module, self._device, self._recompute[number], *at_end)
+        return stages
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -265,7 +272,7 @@ class Pipeline:
 
     def grad_norm(self) -> float:
         """The 2-norm of all gradients of the model; the same on every rank. Every rank calls it."""
-        return gradient_norm(self._parts.book, self.mesh.pp_group)
+        return gradient_norm(self._parts.book, self.mesh.pp_group, self.mesh.tp_group)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients of the model so that their norm is at most ``max_norm``. Every rank calls it.

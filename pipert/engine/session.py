@@ -32,6 +32,7 @@ from pipert.engine.stage import Stage, StepData
 from pipert.engine.structure import flatten
 from pipert.engine.timings import Timings
 from pipert.errors import ConfigError
+from pipert.layers.shard import is_summed
 from pipert.optim.precision import accumulates_in
 from pipert.randomness import Draw
 
@@ -137,7 +138,7 @@ class Session:
     def _prepare(self, source: object, call: Call) -> tuple[Report, list[Any], list[Any]]:
         """Pull and split what this rank needs; what is wrong with it becomes a refusal of all ranks."""
         book = self._parts.book
-        mode = _mode(call, self._device)
+        mode = _mode(call, self._device, self._mesh.tp > 1)
         inputs: list[Any] = []
         targets: list[Any] = []
         try:
@@ -191,18 +192,26 @@ class Session:
         trained = [entry for entry in parts.book if entry.parameter.requires_grad]
         reductions = {
             stage: GradientSum(
-                [e.parameter for e in trained if e.stage == stage and e.tie not in live], self._mesh.dp_group
+                [e.parameter for e in trained if e.stage == stage and e.tie not in live and self._reduced(e.parameter)],
+                self._mesh.dp_group,
+                self._mesh.tp_group,
             )
             for stage in self._stages
         }
         ties = {
-            place: GradientSum([entry.parameter for entry in trained if entry.tie == number], group)
+            place: GradientSum(
+                [entry.parameter for entry in trained if entry.tie == number], group, self._mesh.tp_group
+            )
             for place, number in enumerate(live)
             if (group := parts.tie_groups[number]) is not None
         }
         return Executor(
             program, self._stages, self._mesh.pp_group, reductions, ties, self._device, self._mesh.world.rank
         )
+
+    def _reduced(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether there is anything to sum: over replicas all gradients, over tensor-parallel ranks few."""
+        return self._mesh.dp > 1 or is_summed(parameter)
 
     def _data(self, agreement: Agreement, call: Call, inputs: list[Any], targets: list[Any]) -> StepData:
         count = agreement.microbatches
@@ -277,8 +286,10 @@ def _digest(spec: BoundarySpec) -> str:
     return blake2b(spec.encode(), digest_size=8).hexdigest()
 
 
-def _mode(call: Call, device: torch.device) -> str:
+def _mode(call: Call, device: torch.device, shared: bool) -> str:
     name = "step" if call.training else "eval_step"
+    if call.outputs and shared:  # their parts are put together, by all ranks that have one
+        name += " with outputs"
     if torch.is_autocast_enabled(device.type):
         name += f" under autocast to {torch.get_autocast_dtype(device.type)}"
     return name + (f" with loss scale {call.scale}" if call.scale != 1.0 else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +67,7 @@ class Stage:
         device: where.
         recompute: what is computed a second time instead of kept, see `pipert.engine.recompute`.
         loss_fn: on the last stage.
+        whole: makes the model's whole output, where tensor-parallel ranks have parts of it.
 
     Attributes:
         live: the micro-batches between their forward and the end of their backward.
@@ -79,6 +80,7 @@ class Stage:
         device: torch.device,
         recompute: Recompute = "none",
         loss_fn: LossFunction | None = None,
+        whole: Callable[[Any], Any] | None = None,
     ) -> None:
         self.index = index
         self.module = module
@@ -87,6 +89,7 @@ class Stage:
         self._recompute_all = recompute == "full"
         self._runner = BlockRunner({b.name: b.module for b in module.blocks}, device, recompute)
         self._loss_fn = loss_fn
+        self._whole = whole
         self._loss_draws = uses_global_random(loss_fn)
         self._anchor = torch.zeros((), requires_grad=True)
         self._memories: frozenset[int] = frozenset()
@@ -150,7 +153,7 @@ class Stage:
         assert self._loss_fn is not None
         step = self._step
         if step.outputs is not None:
-            step.outputs[microbatch] = output
+            step.outputs[microbatch] = output if self._whole is None else self._whole(output)
         weight = step.weights[microbatch]
         if not weight:
             return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipert.layers.initial import fill_normal
+from pipert.layers.initial import draw_normal, fill_normal
 from pipert.layers.names import join
 
 
@@ -42,7 +42,7 @@ class Linear(nn.Linear):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw new weights from torch's global generator."""
-        self.weight.normal_(0.0, self.std)
+        draw_normal(self.weight, self.std)
         if self.bias is not None:
             self.bias.zero_()
 

@@ -6,6 +6,7 @@ owns, so no rank ever holds the whole model, and every layout starts from the sa
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from pipert.errors import ConfigError
 from pipert.layers.dropout import name_layers
 from pipert.layers.initial import Initialises
 from pipert.layers.names import join
+from pipert.layers.shard import shard_of
 from pipert.randomness import stream
 
 
@@ -72,6 +74,31 @@ def materialise(
             if hasattr(tensor, _REAL):
                 setattr(module, key, getattr(tensor, _REAL))
     return block
+
+
+def template(module: nn.Module) -> tuple[nn.Module, ...]:
+    """A copy of a whole module without values, from which its parts learn what theirs are; none if it has values.
+
+    It lies in a tuple, so that a module that keeps it does not take it for a submodule.
+    """
+    whole = any(not tensor.is_meta for _, tensor in _own(module))
+    return () if whole else (copy.deepcopy(module),)
+
+
+@torch.no_grad()
+def fill_like(part: nn.Module, whole: nn.Module, seed: int, prefix: str) -> None:
+    """Fill a module's parameters with their parts of what a whole module of another class gets; one at a time is whole.
+
+    Args:
+        part: its parameters are called as the whole module's.
+        whole: from `template`.
+        seed: the run's seed.
+        prefix: the module's name in the model.
+    """
+    values = materialise(copy.deepcopy(whole), prefix, "cpu", torch.float32, seed)
+    for name, parameter in part.named_parameters(recurse=False):
+        shard, value = shard_of(parameter), getattr(values, name)
+        parameter.copy_(value if shard is None else shard.take(value))
 
 
 _REAL = "_pipert_real"

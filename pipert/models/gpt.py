@@ -5,17 +5,31 @@ Letters in names: B samples, T positions, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from pipert.errors import BatchError
+from pipert.comm.single import SingleTransport
+from pipert.comm.transport import Transport
+from pipert.errors import BatchError, ConfigError
 from pipert.gpt_config import GPTConfig
-from pipert.layers import Dropout, LayerNorm, RMSNorm, materialise, name_layers
+from pipert.layers import (
+    Attention,
+    Dropout,
+    FeedForward,
+    LayerNorm,
+    RMSNorm,
+    VocabParallelHead,
+    materialise,
+    name_layers,
+)
+from pipert.layers.collectives import own_part
+from pipert.layers.dropout import Part
 from pipert.layers.initial import fill_normal
 from pipert.layers.names import join
-from pipert.models.attention import Attention
-from pipert.models.mlp import MLP
+from pipert.layers.shard import mark_partial, sharded_parameter
+from pipert.layers.vocabulary import look_up, vocabulary_shard
 
 
 class GPT(nn.Module):
@@ -74,6 +88,43 @@ class GPT(nn.Module):
         assert inner is not None
         return inner
 
+    def check_tensor_parallel(self, ranks: int, *, sequence_parallel: bool = False) -> None:
+        """Refuse a number of tensor-parallel ranks that cannot share this model; see `share_out`.
+
+        Raises:
+            ConfigError: they cannot; the message shows the divisions that leave something over.
+        """
+        problems = list(self.config.tensor_parallel_problems(ranks, sequence_parallel=sequence_parallel))
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    def share_out(self, group: Transport, *, sequence_dim: int | None = None, overlap: bool = True) -> None:
+        """Become this rank's part of the model, in place; it was whole. `pipert.parallelize` calls this.
+
+        Args:
+            group: the tensor-parallel ranks.
+            sequence_dim: 1 where what runs between the blocks is shared out along the positions; None: it is whole.
+            overlap: whether communication and computation overlap in the backward.
+        """
+        tied = self.head.weight is self.embedding.weight
+        for module in self.modules():
+            if isinstance(module, (Attention, FeedForward, VocabParallelHead)):
+                module.share_out(group, sequence_dim=sequence_dim, overlap=overlap)
+        self.embedding.share_out(group, sequence_dim=sequence_dim)
+        if tied:
+            self.head.weight = self.embedding.weight
+        if sequence_dim is not None:
+            self._see_parts(sequence_dim, group)
+
+    def _see_parts(self, dim: int, group: Transport) -> None:
+        """Norms and dropout see a part of the sequence."""
+        for module in self.modules():
+            if isinstance(module, (LayerNorm, RMSNorm)):
+                for parameter in module.parameters():
+                    mark_partial(parameter)
+            elif isinstance(module, Dropout):
+                module.part = Part(dim, group.rank, group.size)
+
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T), T at most ``config.sequence``, to logits (B, T, V)."""
         x = ids_BT
@@ -88,7 +139,10 @@ class GPT(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A vector for each token, plus one for each position where positions are learned; then dropout."""
+    """A vector for each token, plus one for each position where positions are learned; then dropout.
+
+    Tensor-parallel, each rank has the vectors of some token ids (`pipert.layers.VocabParallelEmbedding`).
+    """
 
     uses_global_random = False  # so the engine need not seed torch's generator around it
 
@@ -97,6 +151,8 @@ class Embedding(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        self.group: Transport = SingleTransport()
+        self.sequence_dim: int | None = None
         self.weight = nn.Parameter(torch.empty(config.vocabulary, config.hidden))
         learned = config.positions == "learned"
         table = nn.Parameter(torch.empty(config.sequence, config.hidden)) if learned else None
@@ -109,19 +165,37 @@ class Embedding(nn.Module):
         if self.position is not None:
             fill_normal(self.position, self.config.init_std, seed, join(prefix, "position"))
 
+    def share_out(self, group: Transport, *, sequence_dim: int | None = None) -> None:
+        """Become this rank's part of the layer, in place; it was whole."""
+        self.group, self.sequence_dim = group, sequence_dim
+        shard = vocabulary_shard(self.config.vocabulary, self.config.hidden, group)
+        self.weight = sharded_parameter(self.weight, shard)
+        if sequence_dim is not None and self.position is not None:
+            mark_partial(self.position)
+
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """Token ids (B, T) to vectors (B, T, H)."""
+        """Token ids (B, T) to vectors (B, T, H), or to this rank's part of them along T."""
         positions = ids_BT.shape[1]
         if positions > self.config.sequence:
             raise BatchError(
                 f"a sequence of {positions} tokens is longer than the model's {self.config.sequence}; "
                 "raise `sequence` in the model's config, or cut the sequences"
             )
-        x_BTH = F.embedding(ids_BT, self.weight)
+        self._check_parts(positions)
+        x_BTH = look_up(ids_BT, self.weight, self.config.vocabulary, self.group, sequence_dim=self.sequence_dim)
         if self.position is not None:
-            x_BTH = x_BTH + self.position[:positions]
+            table_TH = self.position[:positions]
+            x_BTH = x_BTH + (table_TH if self.sequence_dim is None else own_part(table_TH, 0, self.group))
         dropped_BTH: torch.Tensor = self.dropout(x_BTH)
         return dropped_BTH
+
+    def _check_parts(self, positions: int) -> None:
+        if self.sequence_dim is not None and positions % self.group.size:
+            raise BatchError(
+                f"a sequence of {positions} tokens / tp {self.group.size} leaves {positions % self.group.size} over; "
+                "with sequence parallelism every rank needs as many positions: cut or pad the sequences, or train "
+                "without it"
+            )
 
 
 class Block(nn.Module):
@@ -131,11 +205,27 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        out_std = config.init_std / math.sqrt(2 * config.layers)
         self.attention_norm = _norm(config)
-        self.attention = Attention(config)
+        self.attention = Attention(
+            config.hidden,
+            config.heads,
+            kv_heads=config.key_heads,
+            bias=config.bias,
+            rotary_base=config.rotary_base if config.positions == "rotary" else None,
+            std=config.init_std,
+            out_std=out_std,
+        )
         self.attention_dropout = Dropout(config.dropout)
         self.mlp_norm = _norm(config)
-        self.mlp = MLP(config)
+        self.mlp = FeedForward(
+            config.hidden,
+            config.mlp_width,
+            activation=config.activation,
+            bias=config.bias,
+            std=config.init_std,
+            out_std=out_std,
+        )
         self.mlp_dropout = Dropout(config.dropout)
 
     def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
@@ -146,27 +236,19 @@ class Block(nn.Module):
         return y_BTH
 
 
-class Head(nn.Module):
+class Head(VocabParallelHead):
     """Logits for each position: ``x @ weight.T``.
 
     A tied head has the embedding's weight, also on a rank that has no embedding: its initial values carry that name.
     """
 
-    uses_global_random = False  # so the engine need not seed torch's generator around it
-
     def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
+        super().__init__(config.hidden, config.vocabulary, std=config.init_std)
         self.config = config
-        self.weight = nn.Parameter(torch.empty(config.vocabulary, config.hidden))
 
     def init_parameters(self, seed: int, prefix: str) -> None:
         """Fill the weight; see `pipert.layers.initial.Initialises`."""
-        name = "embedding.weight" if self.config.tied else join(prefix, "weight")
-        fill_normal(self.weight, self.config.init_std, seed, name)
-
-    def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
-        """Vectors (B, T, H) to logits (B, T, V)."""
-        return F.linear(x_BTH, self.weight)
+        super().init_parameters(seed, "embedding" if self.config.tied else prefix)
 
 
 def _norm(config: GPTConfig) -> nn.Module:

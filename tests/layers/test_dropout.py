@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipert.errors import BatchError, ConfigError
-from pipert.layers import Dropout, name_layers
+from pipert.layers import Dropout, Part, name_layers
 from pipert.randomness import Draw, drawing
 
 SHAPE = (8, 64, 32)
@@ -141,3 +141,42 @@ def test_rows_that_are_not_the_samples_are_refused(shape: tuple[int, ...]) -> No
 def test_a_probability_outside_of_0_and_1_is_refused(p: float) -> None:
     with pytest.raises(ConfigError, match="between 0 and 1"):
         Dropout(p)
+
+
+@given(
+    shape=st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    dim=st.integers(1, 3),
+    parts=st.integers(1, 4),
+)
+def test_the_parts_of_a_sample_have_the_parts_of_its_mask(shape: list[int], dim: int, parts: int) -> None:
+    dim = min(dim, len(shape))
+    whole = torch.ones(2, *[size * (parts if i == dim - 1 else 1) for i, size in enumerate(shape)])
+    with drawing(Draw(0, 0, (3, 5))):
+        expected = Dropout(0.5, "d")(whole)
+        pieces = [Dropout(0.5, "d", Part(dim, i, parts))(whole.chunk(parts, dim)[i]) for i in range(parts)]
+    assert torch.equal(torch.cat(pieces, dim), expected)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_parts_differ_from_each_other_and_replicated_regions_agree(dim: int) -> None:
+    x = torch.ones(1, 64, 64)
+    with drawing(Draw(0, 0, (0,))):
+        masks_of = [Dropout(0.5, "d", Part(dim, i, 2))(x) != 0 for i in range(2)]
+        assert torch.equal(Dropout(0.5, "d")(x), Dropout(0.5, "d")(x))
+    assert agreement(*masks_of) == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("wrong", [(0, 0, 2), (1, 2, 2), (1, -1, 2)])
+def test_a_part_that_is_not_there_is_refused(wrong: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="index < parts"):
+        Part(*wrong)
+
+
+def test_a_part_of_a_dimension_that_the_input_does_not_have_is_refused() -> None:
+    with drawing(Draw(0, 0, (0,))), pytest.raises(BatchError, match="no dimension"):
+        Dropout(0.5, "d", Part(2, 0, 2))(torch.ones(1, 4))
+
+
+def test_parts_of_empty_samples_are_fine() -> None:
+    with drawing(Draw(0, 0, (0,))):
+        assert Dropout(0.5, "d", Part(1, 1, 2))(torch.ones(1, 0, 3)).shape == (1, 0, 3)

@@ -15,8 +15,8 @@ from torch import nn
 
 from pipert.errors import BatchError
 from pipert.layers import Dropout, materialise
+from pipert.layers.rotary import rotate
 from pipert.models import GPT, CausalLMLoss, GPTConfig
-from pipert.models.rotary import rotate
 from pipert.randomness import Draw, drawing
 from tests.models import reference
 
