@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import pipert.hipkernels as hk
 from pipert.hipkernels.errors import KernelInputError
 from pipert.layers import Dropout, LayerNorm, RMSNorm, gelu, swiglu
+from pipert.layers.rotary import rotate
 from pipert.models import GPT, GPTConfig
-from pipert.models.rotary import rotate
 from pipert.randomness import Draw, drawing
 
 LAYERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
