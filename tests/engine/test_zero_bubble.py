@@ -15,9 +15,12 @@ from pipert.comm.mesh import Mesh
 from pipert.engine.pipeline import Pipeline
 from pipert.engine.reference import reference_step
 from pipert.scheduler.action import Action, Kind
+from pipert.scheduler.costs import Costs
 from pipert.scheduler.generators.registry import GENERATORS
 from pipert.scheduler.placement import Placement
+from pipert.scheduler.program import Program
 from pipert.scheduler.schedule import Schedule
+from pipert.scheduler.simulate import simulate
 from pipert.scheduler.timeline import Timeline
 from tests.engine.test_memory import Watch, Watched
 from tests.engine.world import (
@@ -240,6 +243,57 @@ def test_activations_are_free_after_the_first_half_and_as_many_live_as_simulated
     for stage in range(1, stages):  # the first one has one half only
         order = [action.kind for _, action, _, _ in timeline if action.stage == stage]
         assert watches[stage].peak == peak(order, Kind.I)
+
+
+class _Note(torch.autograd.Function):
+    """Watches the gradient that goes into what was called before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, watch: Watch) -> torch.Tensor:
+        ctx.watch = watch
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        noted = gradient * 1
+        ctx.watch.add(noted)
+        return noted, None
+
+
+class Noted(nn.Module):
+    """A linear layer whose output's gradients are watched."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.linear, self.watch = nn.Linear(6, 6), watch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noted: torch.Tensor = _Note.apply(self.linear(x), self.watch)  # type: ignore[no-untyped-call]
+        return noted
+
+
+@pytest.mark.parametrize(("schedule", "pp"), [("zb-h1", 3), ("zb-h2", 3), ("zb-v", 2), ("v-min", 2), ("auto", 3)])
+def test_as_many_products_wait_for_their_second_half_as_simulated(schedule: str, pp: int) -> None:
+    stages = 2 * pp
+    watches = [Watch() for _ in range(stages)]
+
+    def rank(transport: Any) -> tuple[Program, Timeline]:
+        model = nn.Sequential(*(Noted(watch) for watch in watches)).double()
+        pipe = Pipeline(model, F.mse_loss, Mesh.local(pp=pp), schedule=schedule, microbatches=6)
+        pipe.step(vectors(6))
+        program = pipe.proof.target
+        assert isinstance(program, Program)
+        assert not any(watch.left for watch in watches)
+        return program, pipe.timeline()
+
+    program, measured = run_ranks(pp, rank)[0]
+    simulated = simulate(program, Costs(1, 2))
+    assert measured.peaks == simulated.peaks
+    for stage in range(1, program.num_stages):
+        own = range(stages // program.num_stages * stage, stages // program.num_stages * (stage + 1))
+        order = [action.kind for _, action, _, _ in simulated if action.stage == stage]
+        waiting = peak([Kind.F if kind is Kind.I else kind for kind in order if kind is not Kind.F], Kind.W)
+        assert {watches[block].peak for block in own} == {max(1, waiting)}  # a whole backward has one at a time
 
 
 def lane_peak(row: Any) -> int:
