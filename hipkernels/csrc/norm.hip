@@ -2,41 +2,72 @@
 #include "columns.h"
 #include "functions.h"
 
-template <class T, int V>
-PORT_KERNEL(norm_forward, T *y, T *h, float *means, float *rstds, const T *x, const T *residual, const float *weight,
-            const float *bias, int64_t rows, int64_t columns, int64_t each, float eps, int centred) {
-  const int64_t end = port_smaller(rows, (PORT_BLOCK + 1) * each);
-  for (int64_t row = PORT_BLOCK * each; row < end; ++row) {
-    const T *in = x + row * columns;
-    T *out = y + row * columns;
-    if (residual) {
-      T *sum = h + row * columns;
-      const T *other = residual + row * columns;
-      lanes_each<V>(0, columns, [&](int64_t i) { store(sum + i, load<V>(in + i) + load<V>(other + i)); });
-      in = sum;
-    }
-    float mean = 0.0f;
-    if (centred) {
-      mean = lanes_sum<V>(0, columns, [&](int64_t i) { return total(load<V>(in + i)); });
-      mean = block_sum(mean) / (float)columns;
-    }
-    const float squares = lanes_sum<V>(0, columns, [&](int64_t i) {
-      const auto d = load<V>(in + i) - mean;
-      return total(d * d);
-    });
-    const float rstd = 1.0f / port_sqrt(block_sum(squares) / (float)columns + eps);
-    choose(bias != nullptr, [&](auto has_bias) {
-      lanes_each<V>(0, columns, [&](int64_t i) {
-        auto value = (load<V>(in + i) - mean) * rstd * load<V>(weight + i);
-        if constexpr (has_bias.value) value = value + load<V>(bias + i);
-        store(out + i, value);
-      });
-    });
-    if (PORT_THREAD == 0) {
-      means[row] = mean;
-      rstds[row] = rstd;
+// The input of a row: x, or h = x + residual, which is stored on the way.
+template <class T>
+struct Input {
+  const T *x, *residual;
+  T *h;
+  template <int V, class R>
+  PORT_METHOD Lanes<V> read(int64_t i, R has_residual) const {
+    if constexpr (has_residual.value) {
+      const auto sum = rounded<T>(load<V>(x + i) + load<V>(residual + i));
+      store(h + i, sum);
+      return sum;
+    } else {
+      return load<V>(x + i);
     }
   }
+};
+
+// A row is read from memory for its first sum while the row before is written, so that arithmetic and memory overlap.
+template <class T, int V>
+PORT_KERNEL(norm_forward, T *y, float *means, float *rstds, Input<T> input, const float *weight, const float *bias,
+            int64_t rows, int64_t columns, int64_t each, float eps, int centred) {
+  const int64_t begin = PORT_BLOCK * each, end = port_smaller(rows, begin + each);
+  choose(input.residual != nullptr, [&](auto has_residual) {
+    choose(centred != 0, [&](auto is_centred) {
+      const auto first = [&](int64_t i) {
+        const auto value = input.template read<V>(i, has_residual);
+        if constexpr (is_centred.value)
+          return total(value);
+        else
+          return total(value * value);
+      };
+      float sum = lanes_sum<V>(0, columns, [&](int64_t i) { return first(begin * columns + i); });
+      for (int64_t row = begin; row < end; ++row) {
+        const T *in = (has_residual.value ? input.h : input.x) + row * columns;
+        T *out = y + row * columns;
+        float mean = 0.0f, squares = block_sum(sum);
+        if constexpr (is_centred.value) {
+          mean = squares / (float)columns;
+          squares = block_sum(lanes_sum<V>(0, columns, [&](int64_t i) {
+            const auto d = load<V>(in + i) - mean;
+            return total(d * d);
+          }));
+        }
+        const float rstd = 1.0f / port_sqrt(squares / (float)columns + eps);
+        choose(bias != nullptr, [&](auto has_bias) {
+          const auto write = [&](int64_t i) {
+            auto value = (load<V>(in + i) - mean) * rstd * load<V>(weight + i);
+            if constexpr (has_bias.value) value = value + load<V>(bias + i);
+            store(out + i, value);
+          };
+          const int64_t next = (row + 1) * columns;
+          if (row + 1 < end)
+            sum = lanes_sum<V>(0, columns, [&](int64_t i) {
+              write(i);
+              return first(next + i);
+            });
+          else
+            lanes_each<V>(0, columns, write);
+        });
+        if (PORT_THREAD == 0) {
+          means[row] = mean;
+          rstds[row] = rstd;
+        }
+      }
+    });
+  });
 }
 
 template <class T, int V>
@@ -78,9 +109,9 @@ int pipert_norm_forward(void *y, void *h, float *mean, float *rstd, const void *
     const Width width = Width(columns).pointer(x).pointer(y).pointer(h).pointer(residual).pointer(weight).pointer(bias);
     return with_width<T>(width, [&](auto size) {
       constexpr int V = size.value;
-      return port_launch(stream, split.blocks, port_threads(columns / V), norm_forward<T, V>, (T *)y, (T *)h, mean, rstd,
-                         (const T *)x, (const T *)residual, weight, bias, rows, columns, split.each, (float)eps,
-                         centred);
+      return port_launch(stream, split.blocks, port_threads(columns / V), norm_forward<T, V>, (T *)y, mean, rstd,
+                         Input<T>{(const T *)x, (const T *)residual, (T *)h}, weight, bias, rows, columns, split.each,
+                         (float)eps, centred);
     });
   });
 }

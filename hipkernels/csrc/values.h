@@ -180,6 +180,19 @@ PORT_DEVICE Lanes<V> load(const T *p) {
   }
 }
 
+// x as it will be after it has been stored.
+template <class T>
+PORT_DEVICE float rounded(float x) {
+  T stored;
+  narrow(x, stored);
+  return widen(stored);
+}
+template <class T, int V>
+PORT_DEVICE Pack<V> rounded(Pack<V> x) {
+  PORT_UNROLL for (int k = 0; k < V; ++k) x.v[k] = rounded<T>(x.v[k]);
+  return x;
+}
+
 template <class T>
 PORT_DEVICE void store(T *p, float x) {
   narrow(x, *p);
@@ -196,19 +209,30 @@ template <int V, class F>
 PORT_DEVICE void lanes_each(int64_t begin, int64_t end, F f) {
 #if PORT_ONE_THREAD
 #pragma omp simd
-  for (int64_t i = begin; i < end; ++i) f(i);
+  for (int64_t i = begin; i < end; i += V) f(i);
 #else
   for (int64_t i = begin + PORT_THREAD * V; i < end; i += PORT_THREADS * V) f(i);
 #endif
 }
+
+// Sums and maxima on the CPU go into this many running ones, since one alone would wait for itself; a multiple of every
+// vector's length.
+#define LANES_RUNNING 64
 
 // This thread's sum of f(i), a float.
 template <int V, class F>
 PORT_DEVICE float lanes_sum(int64_t begin, int64_t end, F f) {
   float sum = 0.0f;
 #if PORT_ONE_THREAD
+  alignas(64) float sums[LANES_RUNNING] = {};
+  for (; begin + LANES_RUNNING * V <= end; begin += LANES_RUNNING * V) {
+#pragma omp simd
+    for (int k = 0; k < LANES_RUNNING; ++k) sums[k] += f(begin + k * V);
+  }
 #pragma omp simd reduction(+ : sum)
-  for (int64_t i = begin; i < end; ++i) sum += f(i);
+  for (int64_t i = begin; i < end; i += V) sum += f(i);
+#pragma omp simd reduction(+ : sum)
+  for (int k = 0; k < LANES_RUNNING; ++k) sum += sums[k];
 #else
   for (int64_t i = begin + PORT_THREAD * V; i < end; i += PORT_THREADS * V) sum += f(i);
 #endif
@@ -225,11 +249,25 @@ template <int V, class F>
 PORT_DEVICE Two lanes_sum_two(int64_t begin, int64_t end, F f) {
   float a = 0.0f, b = 0.0f;
 #if PORT_ONE_THREAD
+  alignas(64) float as[LANES_RUNNING] = {}, bs[LANES_RUNNING] = {};
+  for (; begin + LANES_RUNNING * V <= end; begin += LANES_RUNNING * V) {
+#pragma omp simd
+    for (int k = 0; k < LANES_RUNNING; ++k) {
+      const Two two = f(begin + k * V);
+      as[k] += two.a;
+      bs[k] += two.b;
+    }
+  }
 #pragma omp simd reduction(+ : a, b)
-  for (int64_t i = begin; i < end; ++i) {
+  for (int64_t i = begin; i < end; i += V) {
     const Two two = f(i);
     a += two.a;
     b += two.b;
+  }
+#pragma omp simd reduction(+ : a, b)
+  for (int k = 0; k < LANES_RUNNING; ++k) {
+    a += as[k];
+    b += bs[k];
   }
 #else
   for (int64_t i = begin + PORT_THREAD * V; i < end; i += PORT_THREADS * V) {
@@ -249,7 +287,7 @@ PORT_DEVICE float lanes_max(int64_t begin, int64_t end, F f) {
   float most = PORT_LOWEST;
 #if PORT_ONE_THREAD
 #pragma omp simd reduction(max : most)
-  for (int64_t i = begin; i < end; ++i) {
+  for (int64_t i = begin; i < end; i += V) {
     const float x = f(i);
     most = x > most ? x : most;
   }
