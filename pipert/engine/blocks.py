@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -155,7 +155,24 @@ class BlockRunner:
     def bound(self, name: str, function: Callable[..., Any], draws: bool) -> Callable[..., Any]:
         """The function as the present micro-batch needs it, with its random numbers, whenever it is called."""
         draw, deferred, device = self.draw, self.deferred, self._device
-        products, marked = self._products.setdefault(name, Products()), self._marked.get(name)
+        products = self._products.setdefault(name, Products())
+        if name in self._marked:
+            function = self._once_more(self._marked[name], function, draws, products)
+
+        def run(*values: Any) -> Any:
+            with drawing(draw), deferring(deferred, products):
+                if not draws:
+                    return function(*values)
+                with global_generator(draw, name, device):
+                    return function(*values)
+
+        return run
+
+    def _once_more(
+        self, marked: Marked, function: Callable[..., Any], draws: bool, products: Products
+    ) -> Callable[..., Any]:
+        """The function, whose marked layers run again in the backward as they ran before."""
+        draw, deferred, device = self.draw, self.deferred, self._device
 
         @contextmanager
         def around() -> Iterator[None]:
@@ -170,11 +187,8 @@ class BlockRunner:
             return lambda: _both(around(), state)
 
         def run(*values: Any) -> Any:
-            with drawing(draw), deferring(deferred, products), marked.once_more(again) if marked else nullcontext():
-                if not draws:
-                    return function(*values)
-                with global_generator(draw, name, device):
-                    return function(*values)
+            with marked.once_more(again):
+                return function(*values)
 
         return run
 

@@ -182,7 +182,7 @@ class Deferred:
         with self._set_aside(), ExitStack() as again:
             for products in self._seen:
                 again.enter_context(deferring(self, products))
-            _run(roots, seeds)
+            run_backward(roots, seeds)
         for hook in hooks:
             hook.remove()
 
@@ -215,11 +215,11 @@ class Deferred:
                 gradients.append(gradient)
                 size += gradient.nbytes
             if parameters and (size >= _BATCH or not self._parts):
-                _run(parameters, gradients)
+                run_backward(parameters, gradients)
                 parameters, gradients, size = [], [], 0
 
 
-def _run(roots: Sequence[torch.Tensor | GradientEdge], seeds: Sequence[torch.Tensor]) -> None:
+def run_backward(roots: Sequence[torch.Tensor | GradientEdge], seeds: Sequence[torch.Tensor]) -> None:
     """``torch.autograd.backward`` without its checks, which take as long as a small layer.
 
     It is a torch function itself, too: a mode would be off while it runs, and a forward that is run again within it

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipert.engine.blocks import BlockRunner, uses_global_random
 from pipert.engine.boundary import Entry, Handover
-from pipert.engine.deferred import Deferred
+from pipert.engine.deferred import Deferred, run_backward
 from pipert.engine.loss import LossFunction, weighted
 from pipert.engine.recompute import Recompute, recomputed
 from pipert.errors import ConfigError
@@ -225,7 +225,7 @@ class Stage:
         edges, seeds = [edge for edge, _ in used], [seed for _, seed in used]
         if edges and self._step.weights[microbatch]:
             with _outside_autocast(self.device.type):
-                run = torch.autograd.backward if live.deferred is None else live.deferred.first_half
+                run = run_backward if live.deferred is None else live.deferred.first_half
                 run(edges, seeds)
 
     def _input_gradients(self, live: _Live) -> list[torch.Tensor | None]:
