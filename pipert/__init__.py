@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipert.layers.parallelize import parallelize
     from pipert.optim.loss_scale import LossScale
     from pipert.optim.precision import Precision
+    from pipert.optim.zero import ZeroAdamW, ZeroOptimizer
 
 _HOMES = {
     "AutoOptions": "pipert.engine.auto",
@@ -28,6 +29,8 @@ _HOMES = {
     "Pipeline": "pipert.engine.pipeline",
     "Precision": "pipert.optim.precision",
     "StepResult": "pipert.engine.result",
+    "ZeroAdamW": "pipert.optim.zero",
+    "ZeroOptimizer": "pipert.optim.zero",
     "parallelize": "pipert.layers.parallelize",
     "run_ranks": "pipert.comm.local",
 }
@@ -39,6 +42,8 @@ __all__ = [
     "Pipeline",
     "Precision",
     "StepResult",
+    "ZeroAdamW",
+    "ZeroOptimizer",
     "__version__",
     "parallelize",
     "run_ranks",

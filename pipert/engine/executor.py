@@ -12,17 +12,20 @@ from typing import Any, NamedTuple
 import torch
 
 from pipert.comm.errors import CommError
-from pipert.comm.transport import Request, Transport
+from pipert.comm.transport import Transport
 from pipert.engine.boundary import Handover
+from pipert.engine.collectives import Collective, Pending
 from pipert.engine.gradients import GradientSum
 from pipert.engine.messages import Outgoing
 from pipert.engine.port import Message, Port
+from pipert.engine.sharding import Sharding
 from pipert.engine.sizes import StepSizes
 from pipert.engine.stage import Gradients, Stage, StepData
 from pipert.engine.tags import message_tags
 from pipert.engine.timings import Timings
 from pipert.errors import ConfigError
 from pipert.scheduler.action import Action, Kind
+from pipert.scheduler.dependencies import SUMS
 from pipert.scheduler.program import Program, Span
 
 #: The whole backward of a stage, or its first half: takes a micro-batch and the gradients of its output.
@@ -42,20 +45,13 @@ class Step(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-class _Summing(NamedTuple):
-    """A sum over ranks under way, and where in the row it stands."""
-
-    position: int
-    total: GradientSum
-    requests: list[Request]
-
-
 class Executor:
     """Runs one rank's row of a program, step after step.
 
-    Sends and receives are started where they stand, those of a group at its end; a computation waits for the receive
-    that feeds it; sends and sums are waited for at the end of the step. So at most as many activations are live as the
-    program says, and everything is complete when `run` returns.
+    Sends, receives and collectives are started where they stand, messages of a group at its end; a computation waits
+    for the receive that feeds it and for its weights, a STEP for its gradients; what nobody waits for is waited for at
+    the end of the step. So at most as many activations are live as the program says, and everything is complete when
+    `run` returns.
 
     Args:
         program: proved.
@@ -65,6 +61,7 @@ class Executor:
         ties: for each tie of the program that has a copy here what its TIE sums.
         device: where received tensors live.
         rank: this rank's number in the world, for error messages.
+        sharding: what an optimizer's actions do; None if the program has none.
 
     Attributes:
         sums: what its REDUCE and TIE actions sum.
@@ -78,27 +75,30 @@ class Executor:
         program: Program,
         stages: Mapping[int, Stage],
         transport: Transport,
-        reductions: Mapping[int, GradientSum],
-        ties: Mapping[int, GradientSum],
+        reductions: Mapping[int, Collective],
+        ties: Mapping[int, Collective],
         device: torch.device,
         rank: int,
+        sharding: Sharding | None = None,
     ) -> None:
         self.program = program
-        self._stages, self._reductions, self._ties = stages, reductions, ties
+        self._stages, self._reductions, self._ties, self._sharding = stages, reductions, ties, sharding
         self._transport = transport
         self._rank = rank
         self._row = program.rows[transport.rank]
         self._last_tie = {action.microbatch: action for action in self._row if action.kind is Kind.TIE}
         self._outgoing: deque[Outgoing] = deque()
         self._ports = {stage: Port(stage, transport, device, self._outgoing) for stage in stages}
-        self._summing: list[_Summing] = []
         self._split = {
             stage: {a.microbatch for a in self._row if a.kind is Kind.I and a.stage == stage} for stage in stages
         }
         self._timings = Timings(self._row.codes)
+        self._pending = Pending([])
+        self._last_scatter = {a.stage: a for a in self._row if a.kind is Kind.SCATTER}
         self._steps = self._compile()
-        self.sums: list[GradientSum] = [step.arguments[0] for step in self._steps if step.perform == self._sum]
         self._segments = _segments(self._steps, program.spans(transport.rank))
+        sums = (step.arguments[1] for step in self._steps if step.action.kind in SUMS and step.arguments)
+        self.sums = [total for total in sums if isinstance(total, GradientSum)]
 
     # ---- before the first step -------------------------------------------------------------------------------------
 
@@ -110,6 +110,7 @@ class Executor:
             Kind.W: self._compile_weight,
             Kind.REDUCE: self._compile_reduce,
             Kind.TIE: self._compile_tie,
+            **dict.fromkeys(_OF_AN_OPTIMIZER, self._compile_update),
         }
         messages: dict[Kind, Callable[[Port, int, Message], None]] = {
             Kind.SEND_F: Port.send_forward,
@@ -136,7 +137,7 @@ class Executor:
         stage, port = action.stage, self._ports[action.stage]
         leaves = self._crosses_ranks(stage + 1)
         goal = port.leaving if leaves or stage + 1 == self.program.num_stages else self._ports[stage + 1].inputs
-        prepare = self._finish_forward if self._crosses_ranks(stage) else self._reap
+        prepare = self._with_weights(stage, self._finish_forward if self._crosses_ranks(stage) else self._reap)
         return Step(str(action), action, prepare, self._forward, (port, action.microbatch, self._stages[stage], goal))
 
     def _compile_backward(self, action: Action) -> Step:
@@ -144,35 +145,82 @@ class Executor:
         goal = None
         if stage > self.program.trainable_from:
             goal = port.leaving_gradients if self._crosses_ranks(stage) else self._ports[stage - 1].gradients
-        prepare = self._finish_backward if self._crosses_ranks(stage + 1) else self._reap
+        prepare = self._with_weights(stage, self._finish_backward if self._crosses_ranks(stage + 1) else self._reap)
         half = action.kind is Kind.I
         run = self._stages[stage].backward_input if half else self._stages[stage].backward
         return Step(str(action), action, prepare, self._backward, (port, action.microbatch, run, goal))
 
     def _compile_weight(self, action: Action) -> Step:
-        return Step(str(action), action, self._reap, self._stages[action.stage].backward_weight, (action.microbatch,))
+        prepare, run = self._with_weights(action.stage, self._reap), self._stages[action.stage].backward_weight
+        return Step(str(action), action, prepare, run, (action.microbatch,))
 
     def _crosses_ranks(self, boundary: int) -> bool:
         """Whether there is a boundary before stage ``boundary``, and its stages are on different ranks."""
         return 0 < boundary < self.program.num_stages and not self.program.placement.is_local(boundary - 1)
 
     def _compile_reduce(self, action: Action) -> Step:
-        return Step(str(action), action, None, self._sum, (self._reductions[action.stage],))
+        return self._collective(action, self._reductions[action.stage])
 
     def _compile_tie(self, action: Action) -> Step:
         """Copies on one rank are one parameter: its last TIE speaks for all of them."""
         if self._last_tie[action.microbatch] != action or action.microbatch not in self._ties:
             return Step(str(action), action, None, _nothing, ())
-        return Step(str(action), action, None, self._sum, (self._ties[action.microbatch],))
+        return self._collective(action, self._ties[action.microbatch])
+
+    def _compile_update(self, action: Action) -> Step:
+        """What belongs to an optimizer."""
+        stage, sharding = action.stage, self._sharding
+        if sharding is None:
+            raise ConfigError(f"the engine runs {action} for an optimizer of pipert only, such as pipert.ZeroAdamW")
+        if action.kind is Kind.SCATTER:
+            return self._collective(action, sharding.scatter(stage, last=self._last_scatter[stage] == action))
+        if action.kind is Kind.GATHER:
+            return self._collective(action, sharding.gather(stage))
+        optimizer = sharding.optimizer
+        local: dict[Kind, Callable[..., None]] = {
+            Kind.FREE: lambda: sharding.free(stage),
+            Kind.NORM: optimizer.decide_now,
+            Kind.STEP: lambda: optimizer.update(stage),
+            Kind.UNDO: lambda: optimizer.undo(stage),
+        }
+        return Step(str(action), action, self._settling(action), local[action.kind], ())
+
+    def _collective(self, action: Action, collective: Collective) -> Step:
+        return Step(str(action), action, self._settling(action), self._pending_start, (action, collective))
+
+    def _settling(self, action: Action) -> Callable[..., None]:
+        """Waits for what must be complete before an action that is no computation: see `Semantics`."""
+        tied = {stage for tie in self.program.ties if action.stage in tie for stage in tie} | {action.stage}
+        kinds = {Kind.FREE: (Kind.GATHER,), Kind.GATHER: (), Kind.NORM: SUMS}.get(action.kind, SUMS)
+
+        def needed(other: Action) -> bool:
+            return other.kind in kinds and (other.stage in tied or action.kind is Kind.NORM)
+
+        def prepare(*_: object) -> None:
+            self._pending.settle(needed)
+
+        return prepare
+
+    def _with_weights(self, stage: int, prepare: Callable[..., None]) -> Callable[..., None]:
+        """Also waits for the stage's weights, where they are gathered."""
+        if self.program.zero < 3:
+            return prepare
+
+        def prepare_all(*arguments: object) -> None:
+            self._pending.settle(lambda other: other.kind is Kind.GATHER and other.stage == stage)
+            self._stages[stage].find_memories()
+            prepare(*arguments)
+
+        return prepare_all
 
     # ---- the step --------------------------------------------------------------------------------------------------
 
-    def run(self, data: StepData, sizes: StepSizes) -> Timings:
+    def run(self, data: StepData | None = None, sizes: StepSizes | None = None) -> Timings:
         """Run the row once.
 
         Args:
-            data: what the stages need.
-            sizes: what is known of the boundaries.
+            data: what the stages need; an update of the weights needs neither this
+            sizes: nor what is known of the boundaries.
 
         Returns:
             when every action began and ended.
@@ -181,12 +229,9 @@ class Executor:
             BaseException: whatever an action raised, with a note that names rank, stage, micro-batch and action.
         """
         self._timings = Timings(self._row.codes, origin=time.perf_counter())
-        for port in self._ports.values():
-            port.sizes = sizes
-        for stage in self._stages.values():
-            stage.begin(data, self._split[stage.index])
-        for total in self.sums:
-            total.begin(data.scale)
+        self._pending = Pending(self._timings.ends)
+        if data is not None and sizes is not None:
+            self._begin(data, sizes)
         try:
             self._run_steps(self._timings)
         except BaseException as error:
@@ -195,6 +240,16 @@ class Executor:
                 error.add_note(self._place(self._steps[reached].action))
             raise
         return self._timings
+
+    def _begin(self, data: StepData, sizes: StepSizes) -> None:
+        for port in self._ports.values():
+            port.sizes = sizes
+        for stage in self._stages.values():
+            stage.begin(data, self._split[stage.index])
+        for total in self.sums:
+            total.begin(data.scale)
+        if self._sharding is not None and self._sharding.optimizer.zero and data.recording:
+            self._sharding.begin(data.scale)
 
     def _run_steps(self, timings: Timings) -> None:
         for grouped, steps in self._segments:
@@ -229,8 +284,8 @@ class Executor:
         if goal is not None:
             goal[microbatch] = result
 
-    def _sum(self, total: GradientSum) -> None:
-        self._summing.append(_Summing(len(self._timings.ends), total, total.start()))
+    def _pending_start(self, action: Action, collective: Collective) -> None:
+        self._pending.start(action, collective)
 
     # ---- waiting ---------------------------------------------------------------------------------------------------
 
@@ -246,7 +301,7 @@ class Executor:
         """Let go of what has been sent, and move sums on, without waiting."""
         while self._outgoing and self._outgoing[0].done():
             self._outgoing.popleft().check()
-        if self._summing:
+        if self._pending:
             self._transport.progress()
 
     def _finish(self) -> None:
@@ -256,12 +311,11 @@ class Executor:
             for request in outgoing.requests:
                 self._transport.wait(request, outgoing.doing, outgoing.peer)
             outgoing.check()
-        for position, total, requests in self._summing:
-            for request in requests:
-                total.transport.wait(request, self._steps[position].name)
-            total.finish()
-            self._timings.ends[position] = time.perf_counter()
-        self._summing.clear()
+        self._pending.finish()
+
+
+#: Actions that only an optimizer of pipert's own gives a meaning.
+_OF_AN_OPTIMIZER = (Kind.SCATTER, Kind.GATHER, Kind.FREE, Kind.NORM, Kind.STEP, Kind.UNDO)
 
 
 def _segments(steps: Sequence[Step], groups: Sequence[Span]) -> list[tuple[bool, Sequence[Step]]]:

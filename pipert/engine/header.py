@@ -73,6 +73,7 @@ class Agreement:
         weights: ``counts / total``.
         trainable_from: the first stage with a trainable parameter; the number of stages if there is none.
         ties: which groups of tied weights are trainable.
+        alike: whether all replicas have as many micro-batches.
     """
 
     keys: tuple[tuple[str, ...], ...]
@@ -84,6 +85,7 @@ class Agreement:
     weights: tuple[float, ...]
     trainable_from: int
     ties: tuple[bool, ...]
+    alike: bool
 
     @property
     def microbatches(self) -> int:
@@ -147,6 +149,7 @@ def agree(reports: Sequence[Report], position: Position) -> Agreement:
         weights=weights(counts[position.replica], total),
         trainable_from=min(trainable, default=position.stages),
         ties=ties,
+        alike=len(set(map(len, samples))) == 1,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -31,9 +31,21 @@ def gradient_norm(owned: Iterable[Owned], transport: Transport, tensor: Transpor
         parts = [dict(json.loads(blob)) for blob in tensor.exchange(json.dumps(list(mine.items())).encode())]
         sharded = {entry.order for entry in counted if shard_of(entry.parameter) is not None}
         mine = {order: sum(part[order] for part in (parts if order in sharded else parts[:1])) for order in mine}
-    everybody = transport.exchange(json.dumps(list(mine.items())).encode())
-    squares = sorted(tuple(pair) for blob in everybody for pair in json.loads(blob))
-    return math.sqrt(sum(square for _, square in squares))
+    return norm_of(list(mine.items()), transport)
+
+
+def norm_of(squares: Sequence[tuple[int, float]], transport: Transport) -> float:
+    """The norm from every rank's sums of squares: first over the parts of each parameter, then in the model's order.
+
+    Args:
+        squares: (order in the model, sum of squares) of what this rank has.
+        transport: all ranks that have something.
+    """
+    totals: dict[int, float] = {}
+    for blob in transport.exchange(json.dumps(squares).encode()):
+        for order, square in json.loads(blob):
+            totals[order] = totals.get(order, 0.0) + square
+    return math.sqrt(sum(totals[order] for order in sorted(totals)))
 
 
 def squared_norms(parameters: Iterable[torch.nn.Parameter]) -> list[float]:

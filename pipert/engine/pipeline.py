@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -15,7 +16,7 @@ from pipert.comm.mesh import Mesh
 from pipert.engine.auto import AutoOptions
 from pipert.engine.build import build, weigh
 from pipert.engine.loss import CountFunction, LossFunction, Widened, default_count
-from pipert.engine.norm import gradient_norm, multiply
+from pipert.engine.norm import gradient_norm, multiply, norm_of
 from pipert.engine.planner import Planner
 from pipert.engine.programs import ProgramKey, Programs, ScheduleSource
 from pipert.engine.recompute import RecomputeSetting, per_stage
@@ -23,6 +24,7 @@ from pipert.engine.refusals import together
 from pipert.engine.result import StepResult
 from pipert.engine.session import Call, Session
 from pipert.engine.settings import Settings, usable_device
+from pipert.engine.sharding import Sharding
 from pipert.engine.stage import Stage, warm_up
 from pipert.engine.tensor_parallel import check_model, over_vocabulary, shared_out
 from pipert.engine.timings import gather
@@ -32,7 +34,9 @@ from pipert.graph.stage import StageModule, TracedModel
 from pipert.graph.trace import trace
 from pipert.layers.shard import is_summed
 from pipert.optim.loss_scale import Decision, LossScale, LossScaler, check_max_norm, clip_factor
+from pipert.optim.memory import Memory, nbytes
 from pipert.optim.precision import HALF, Precision
+from pipert.optim.zero import ZeroOptimizer
 from pipert.partition.limits import StageLimit
 from pipert.partition.partition import Partition
 from pipert.partition.solve import partition_graph
@@ -178,6 +182,7 @@ class Pipeline:
         count = count_fn or default_count(loss_fn)
         self._session = Session(mesh, self._programs, parts, self._stages(), count, self._device, dynamic)
         self.step_index = 0
+        self._optimizer: ZeroOptimizer | None = None
         self.loss_scale = LossScaler(loss_scale or (LossScale() if _has_fp16(self.graph) else None))
 
     # ---- construction ----------------------------------------------------------------------------------------------
@@ -235,7 +240,8 @@ class Pipeline:
         settings = self._settings
         scale = self.loss_scale.scale
         call = Call(True, settings.microbatches, self.step_index, settings.seed, scale=scale)
-        result = self._session.run(batch, call)
+        with nullcontext() if self._optimizer is None else self._optimizer.speculating():
+            result = self._session.run(batch, call)
         self.step_index += 1
         return result
 
@@ -252,6 +258,8 @@ class Pipeline:
         """
         settings = self._settings
         count = settings.microbatches if microbatches is None else microbatches
+        if self._optimizer is not None:
+            self._optimizer.settle()
         with evaluating(self._parts.modules):
             return self._session.run(batch, Call(False, count, self.step_index, settings.seed, outputs))
 
@@ -272,6 +280,8 @@ class Pipeline:
 
     def grad_norm(self) -> float:
         """The 2-norm of all gradients of the model; the same on every rank. Every rank calls it."""
+        if self._optimizer is not None:
+            return self._optimizer.norm()
         return gradient_norm(self._parts.book, self.mesh.pp_group, self.mesh.tp_group)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -285,8 +295,16 @@ class Pipeline:
         """
         check_max_norm(max_norm)
         norm = self.grad_norm()
-        multiply(self._parts.book, clip_factor(norm, max_norm))
+        self._multiply(clip_factor(norm, max_norm))
         return norm
+
+    def _multiply(self, factor: float) -> None:
+        if self._optimizer is None:
+            multiply(self._parts.book, factor)
+        elif factor != 1.0:
+            for bucket in self._optimizer.buckets:
+                bucket.multiply(factor)
+            self._optimizer.gradients_changed()
 
     def decide(self, max_norm: float | None = None) -> Decision:
         """Whether there is an update now: for an optimizer of yours, once before each ``optim.step()``.
@@ -304,12 +322,53 @@ class Pipeline:
         Raises:
             ConfigError: ``max_norm`` is not positive.
         """
+        if self._optimizer is not None:
+            return self._optimizer.decide(max_norm)
         if max_norm is not None:
             check_max_norm(max_norm)
         decision = self.loss_scale.decide(self.grad_norm(), max_norm)
         if decision.apply:
             multiply(self._parts.book, decision.factor)
         return decision
+
+    # ---- an optimizer of pipert's own ------------------------------------------------------------------------------
+
+    def attach(self, optimizer: ZeroOptimizer) -> None:
+        """Make an optimizer's actions part of the programs; `ZeroOptimizer` calls it. Collective.
+
+        Raises:
+            ConfigError: the optimizer cannot be used, or there is one already.
+        """
+
+        def prepare() -> None:
+            if self._optimizer is not None:
+                raise ConfigError("the pipeline has an optimizer already; close() that one first")
+            optimizer.prepare(self._parts.book.owned)
+
+        together(self.mesh.world, prepare)
+        _check_same(self.mesh, optimizer)
+        self._optimizer = optimizer
+        self._session.attach(Sharding(self.mesh, self._parts, self._programs.placement, optimizer))
+
+    def detach(self, optimizer: ZeroOptimizer) -> None:
+        """Undo `attach`; `ZeroOptimizer.close` calls it."""
+        self._optimizer = None
+        self._session.attach(None)
+
+    def update(self, *parts: Kind) -> None:
+        """Run an update program for the optimizer."""
+        self._session.update(*parts)
+
+    def norm_of(self, squares: Sequence[tuple[int, float]]) -> float:
+        """The norm over all ranks, for the optimizer."""
+        return norm_of(squares, self.mesh.world)
+
+    def memory(self) -> Memory:
+        """Bytes of weights, gradients, moments and masters on this rank; of the last two as far as pipert has them."""
+        if self._optimizer is not None:
+            return self._optimizer.memory()
+        held = [entry.parameter for entry in self._parts.book]
+        return Memory(nbytes(p.detach() for p in held), nbytes(p.grad for p in held), 0, 0)
 
     # ---- what it looks like ----------------------------------------------------------------------------------------
 
@@ -369,6 +428,15 @@ class Pipeline:
         if timings is None:
             raise ConfigError("there is no timeline before the first step; call step first, on every rank")
         return gather(self._programs.name, timings, self.mesh.pp_group)
+
+
+def _check_same(mesh: Mesh, optimizer: ZeroOptimizer) -> None:
+    """Refuse optimizers that differ from rank to rank."""
+    mine = {"zero": optimizer.zero, "early": optimizer.early, "clip": optimizer.clip}
+    told = mesh.world.exchange(json.dumps([mine, len(optimizer.param_groups)]).encode())
+    for rank, blob in enumerate(told):
+        if blob != told[0]:
+            raise ConfigError(f"ranks 0 and {rank} made different optimizers: {told[0].decode()}, {blob.decode()}")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pipert.errors import BatchError, ConfigError
 from pipert.scheduler.action import Action, Kind
 from pipert.scheduler.generators.registry import generate
 from pipert.scheduler.lower import lower
+from pipert.scheduler.lower.updates import update_program
 from pipert.scheduler.placement import Placement
 from pipert.scheduler.program import Program
 from pipert.scheduler.schedule import Schedule
@@ -30,12 +31,18 @@ class ProgramKey:
         trainable_from: the first stage with a backward; the number of stages for an evaluation.
         sizes: whether sizes travel ahead of the forward messages.
         ties: for each trainable tied weight the stages that hold a copy.
+        zero: the ZeRO stage.
+        alike: whether all replicas have as many micro-batches.
+        early: whether each stage is updated as soon as its gradients are whole.
     """
 
     microbatches: int
     trainable_from: int
     sizes: bool = False
     ties: tuple[tuple[int, ...], ...] = ()
+    zero: int = 0
+    alike: bool = True
+    early: bool = False
 
 
 class Programs:
@@ -68,6 +75,7 @@ class Programs:
         self._source, self._ranks, self._chunks = source, ranks, chunks
         self._semantics, self._reduce, self._capacity = semantics, reduce, capacity
         self._proofs: OrderedDict[ProgramKey, Proof] = OrderedDict()
+        self._updates: dict[tuple[tuple[Kind, ...], int], Program] = {}
         first = self._generate(microbatches)
         if first.placement.num_ranks != ranks:
             raise ConfigError(
@@ -119,10 +127,22 @@ class Programs:
             self._semantics,
             trainable_from=key.trainable_from,
             ties=key.ties,
-            reduce=self._reduce and not evaluation,
+            reduce=self._reduce or key.early,
             meta=range(key.microbatches) if key.sizes else (),
             prefetch=0 if key.sizes else 1,
+            zero=key.zero,
+            alike=key.alike,
+            early=key.early,
         )
+
+    def update(self, parts: tuple[Kind, ...], zero: int) -> Program:
+        """The proved program of an update alone; see `update_program`."""
+        key = parts, zero
+        if key not in self._updates:
+            program = update_program(self.placement, self._semantics, parts, zero=zero)
+            verify(program).require()
+            self._updates[key] = program
+        return self._updates[key]
 
     def _has(self, microbatches: int) -> bool:
         """Whether there is a schedule for so many micro-batches without a search, which no evaluation is worth."""

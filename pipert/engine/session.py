@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -18,6 +18,7 @@ from pipert.comm.mesh import Mesh
 from pipert.engine import batch as batches
 from pipert.engine.boundary import BoundarySpec, leaf_spec
 from pipert.engine.build import Parts
+from pipert.engine.collectives import Collective
 from pipert.engine.executor import Executor
 from pipert.engine.gradients import GradientSum, Unscaling
 from pipert.engine.header import Agreement, Position, Report, agree
@@ -27,6 +28,7 @@ from pipert.engine.programs import ProgramKey, Programs
 from pipert.engine.refusals import REFUSALS, encode
 from pipert.engine.result import StepResult
 from pipert.engine.settings import check_positive
+from pipert.engine.sharding import Sharding
 from pipert.engine.sizes import SizeBook
 from pipert.engine.stage import Stage, StepData
 from pipert.engine.structure import flatten
@@ -35,6 +37,8 @@ from pipert.errors import ConfigError
 from pipert.layers.shard import is_summed
 from pipert.optim.precision import accumulates_in
 from pipert.randomness import Draw
+from pipert.scheduler.action import Kind
+from pipert.scheduler.program import Program
 
 _Result = TypeVar("_Result")
 
@@ -93,6 +97,8 @@ class Session:
         self._count_fn, self._device = count_fn, device
         self._sizes = SizeBook(dynamic=dynamic)
         self._executors: OrderedDict[tuple[ProgramKey, str], Executor] = OrderedDict()
+        self._updates: dict[tuple[Kind, ...], Executor] = {}
+        self._sharding: Sharding | None = None
         self._broken: BaseException | None = None
         self._position = _position(mesh, programs)
         own = programs.placement.stages_of(mesh.pp_group.rank)
@@ -169,11 +175,16 @@ class Session:
         """The executor of the step's program: made, and proved, the first time."""
         training = call.training and agreement.trainable_from < self._position.stages
         live = [number for number, on in enumerate(agreement.ties) if on and self._summed(number)] if training else []
+        optimizer = None if self._sharding is None else self._sharding.optimizer
+        zero = 0 if optimizer is None else optimizer.zero
         key = ProgramKey(
             agreement.microbatches,
             agreement.trainable_from if training else self._position.stages,
             sizes=not self._sizes.knows(agreement.keys),
             ties=tuple(self._parts.ties[number].stages for number in live),
+            zero=zero if training or zero == 3 else 0,
+            alike=agreement.alike or not zero,
+            early=training and optimizer is not None and optimizer.early,
         )
         program = self._programs.program(key)
         if (key, pattern) not in self._executors:
@@ -187,8 +198,12 @@ class Session:
         """Whether a tie has anybody to sum with: the same on every rank."""
         return self._mesh.dp > 1 or len(ranks_of(self._parts.ties[number], self._programs.placement)) > 1
 
-    def _make_executor(self, program: Any, key: ProgramKey, live: Sequence[int]) -> Executor:
-        parts = self._parts
+    def _make_executor(self, program: Program, key: ProgramKey, live: Sequence[int]) -> Executor:
+        parts, sharding = self._parts, self._sharding
+        if sharding is not None and key.zero:
+            sharded = {place: total for place, number in enumerate(live) if (total := sharding.tie(number)) is not None}
+            whole = {stage: sharding.reduce(stage) for stage in self._stages}
+            return self._executor_of(program, whole, sharded)
         trained = [entry for entry in parts.book if entry.parameter.requires_grad]
         reductions = {
             stage: GradientSum(
@@ -205,13 +220,44 @@ class Session:
             for place, number in enumerate(live)
             if (group := parts.tie_groups[number]) is not None
         }
+        return self._executor_of(program, reductions, ties)
+
+    def _executor_of(
+        self, program: Program, reductions: Mapping[int, Collective], ties: Mapping[int, Collective]
+    ) -> Executor:
         return Executor(
-            program, self._stages, self._mesh.pp_group, reductions, ties, self._device, self._mesh.world.rank
+            program,
+            self._stages,
+            self._mesh.pp_group,
+            reductions,
+            ties,
+            self._device,
+            self._mesh.world.rank,
+            self._sharding,
         )
 
     def _reduced(self, parameter: torch.nn.Parameter) -> bool:
         """Whether there is anything to sum: over replicas all gradients, over tensor-parallel ranks few."""
-        return self._mesh.dp > 1 or is_summed(parameter)
+        early = self._sharding is not None and self._sharding.optimizer.early
+        return self._mesh.dp > 1 or early or is_summed(parameter)
+
+    def attach(self, sharding: Sharding | None) -> None:
+        """From now on an optimizer's actions are part of the programs; None: no longer."""
+        self._sharding = sharding
+        self._updates.clear()
+        self._executors.clear()
+
+    def update(self, *parts: Kind) -> None:
+        """Run an update of the weights with these parts.
+
+        Raises:
+            BaseException: an action failed; the job has been told to end.
+        """
+        assert self._sharding is not None
+        if parts not in self._updates:
+            program = self._programs.update(parts, self._sharding.optimizer.zero)
+            self._updates[parts] = self._executor_of(program, {}, {})
+        self._failing(self._updates[parts].run)
 
     def _data(self, agreement: Agreement, call: Call, inputs: list[Any], targets: list[Any]) -> StepData:
         count = agreement.microbatches
@@ -233,10 +279,14 @@ class Session:
         sizes = self._sizes.step(agreement.keys, agreement.weights)
         with Unscaling(self._unsummed(executor), data.scale):
             timings = executor.run(data, sizes)
+        if self._sharding is not None and call.training and agreement.trainable_from < self._position.stages:
+            self._sharding.optimizer.speculated = self._sharding.optimizer.early
         self.timings = timings if call.training else self.timings
         self._sizes.learn(agreement.keys, sizes)
         if not agreement.total and call.training:
             self._nothing_counted(agreement)
+            if self._sharding is not None:
+                self._sharding.optimizer.gradients_changed()
         losses = self._mesh.world.exchange(json.dumps(self._own_loss(data)).encode())
         owners = [self._position.rank_at(self._position.last, replica, 0) for replica in range(self._mesh.dp)]
         return StepResult(
@@ -250,6 +300,8 @@ class Session:
 
     def _unsummed(self, executor: Executor) -> list[torch.nn.Parameter]:
         """The trained parameters of this rank whose gradients nothing in the program sums."""
+        if executor.program.zero:
+            return []
         summed = {id(parameter) for total in executor.sums for parameter in total.parameters}
         return [e.parameter for e in self._parts.book if e.parameter.requires_grad and id(e.parameter) not in summed]
 
@@ -263,8 +315,9 @@ class Session:
 
     def _nothing_counted(self, agreement: Agreement) -> None:
         """A batch in which every target is ignored has gradients of zero."""
+        sharded = self._sharding is not None and self._sharding.optimizer.zero > 0
         for entry in self._parts.book:
-            if entry.parameter.requires_grad and entry.parameter.grad is None:
+            if entry.parameter.requires_grad and (entry.parameter.grad is None or sharded):
                 entry.parameter.grad = torch.zeros_like(entry.parameter, dtype=accumulates_in(entry.parameter))
         if self._mesh.world.rank == 0:
             warnings.warn(

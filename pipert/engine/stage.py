@@ -102,6 +102,10 @@ class Stage:
         """Get ready for a step, in which the backwards of the micro-batches ``split`` run in two halves."""
         self._step, self._split = step, split
         self._recording = step.recording and self.index >= step.trainable_from
+        self.find_memories()
+
+    def find_memories(self) -> None:
+        """Find out where parameters and buffers lie; again whenever that changes within a step."""
         self._memories = frozenset(map(_memory, [*self.module.parameters(), *self.module.buffers()]))
 
     def forward(self, microbatch: int, handover: Handover | None) -> Handover | None:
