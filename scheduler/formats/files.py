@@ -37,7 +37,9 @@ def read(path: str | Path, format: str = "auto", semantics: Semantics = NCCL_PAI
     try:
         content = Path(path).read_text(encoding="utf-8-sig")  # spreadsheets and some editors begin a file with a mark
     except UnicodeDecodeError as error:
-        raise FormatError(f"{path} is not a text file ({error.reason} at byte {error.start})") from error
+        raise FormatError(
+            f"{path} is no UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from error
     try:
         return loads(content, format, name=Path(path).stem, semantics=semantics)
     except FormatError as error:

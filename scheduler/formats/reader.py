@@ -71,7 +71,8 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 def _is_program(line: int, words: str) -> bool:
     header = " ".join(words.split())
     if header not in (SCHEDULE_HEADER, PROGRAM_HEADER):
-        fail(line, f"{words[:40]!r} is no header", f"begin the file with {SCHEDULE_HEADER!r} or {PROGRAM_HEADER!r}")
+        problem = f"{words[:40]!r} is no header" if header else "there is nothing in it"
+        fail(line, problem, f"begin the file with {SCHEDULE_HEADER!r} or {PROGRAM_HEADER!r}")
     return header == PROGRAM_HEADER
 
 

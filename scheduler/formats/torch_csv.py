@@ -6,7 +6,8 @@
     action  = stage kind [ micro-batch ]            2F0  1I2  3W1  0B0  2SEND_F0  1RECV_B3  0UNSHARD  0REDUCE_GRAD
 
 The kinds F, I, W, B, SEND_F, RECV_F, SEND_B and RECV_B mean what they mean here. The parts of an overlapped action
-become actions one behind the other. UNSHARD, RESHARD and REDUCE_GRAD belong to sharded data parallelism, which is no
+become actions one behind the other. Older versions of torch write BW for the whole backward and B for its input half: a
+file with a BW is read so. UNSHARD, RESHARD and REDUCE_GRAD belong to sharded data parallelism, which is no
 part of a schedule: they are left out, with a notice.
 """
 
@@ -29,6 +30,8 @@ from pipert.scheduler.semantics import NCCL_PAIR, Semantics
 SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 
 _SHARDING = re.compile(rf"\d+({'|'.join(SHARDING)})(\d*)", re.ASCII)
+#: How older versions of torch spell B and I, in the order in which they are to be replaced.
+_OLDER = ((re.compile(r"(\d+)B(\d+)", re.ASCII), r"\1I\2"), (re.compile(r"(\d+)BW(\d+)", re.ASCII), r"\1B\2"))
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _KINDS = (*(kind for kind in Kind if kind.is_scheduled), Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 
@@ -45,6 +48,9 @@ def loads(text: str, *, name: str = "torch", semantics: Semantics = NCCL_PAIR) -
         FormatError: a cell is no action, or stages are missing.
     """
     left_out: Counter[str] = Counter()
+    if _OLDER[1][0].search(text):
+        for spelling, now in _OLDER:
+            text = spelling.sub(now, text)
     rows = [
         [action for place, cell in enumerate(cells) for action in _actions(cell.strip(), line, place, left_out)]
         for line, cells in enumerate(_cells(text), 1)

@@ -294,7 +294,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"wrong.csv, row 1, cell 1: '0Q0' has the unknown kind"):
         files.read(path)
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(FormatError, match="is not a text file"):
+    with pytest.raises(FormatError, match="is no UTF-8 text .*; save it as UTF-8"):
         files.read(path)
     path.write_text("0F0,0B0\n")
     with pytest.raises(FormatError, match="no format is called 'torchh'; there are auto, pipert, torch, deepspeed"):
@@ -305,3 +305,8 @@ def test_an_unknown_first_line_is_refused_with_what_pipert_expects(tmp_path: Pat
     (tmp_path / "any").write_text("hello\n")
     with pytest.raises(FormatError, match="'hello' is no header; begin the file with 'pipert-schedule 1'"):
         files.read(tmp_path / "any")
+
+
+def test_older_torch_spells_the_whole_backward_bw_and_its_input_half_b() -> None:
+    old = torch_csv.loads("0F0,0F1,0RECV_B0,0B0,0W0,0BW1").value
+    assert str(old.rows[0]) == "0F0 0F1 0RECV_B0 0I0 0W0 0B1"

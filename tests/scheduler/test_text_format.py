@@ -177,7 +177,7 @@ def test_reading_does_not_judge_and_the_verifier_does() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "line 1: '' is no header; begin the file with 'pipert-schedule 1' or 'pipert-program 1'"),
+        ("", "line 1: there is nothing in it; begin the file with 'pipert-schedule 1' or 'pipert-program 1'"),
         ("0F0 0B0\n1F0 1B0", "line 1: '0F0 0B0' is no header; begin the file with 'pipert-schedule 1'"),
         ("pipert-schedule 2", "line 1: 'pipert-schedule 2' is no header"),
         ("# hello\n\npipert-schedule", "line 3: 'pipert-schedule' is no header"),
@@ -235,7 +235,7 @@ def test_no_text_makes_the_reader_stumble(text: str) -> None:
 
 def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
-    with pytest.raises(FormatError, match=r"picture.png is not a text file"):
+    with pytest.raises(FormatError, match=r"picture.png is no UTF-8 text"):
         load(tmp_path / "picture.png")
     (tmp_path / "wrong.txt").write_text("hello")
     with pytest.raises(FormatError, match=r"wrong.txt, line 1: 'hello' is no header"):
