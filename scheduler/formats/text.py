@@ -66,7 +66,9 @@ def load(path: str | Path) -> Schedule | Program:
     try:
         return read(Path(path).read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise FormatError(f"{path} is not a text file ({error.reason} at byte {error.start})") from error
+        raise FormatError(
+            f"{path} is no UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from error
     except FormatError as error:
         raise FormatError(f"{path}, {error}") from error
 

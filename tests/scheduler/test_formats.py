@@ -294,7 +294,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"wrong.csv, row 1, cell 1: '0Q0' has the unknown kind"):
         files.read(path)
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(FormatError, match="is no UTF-8 text .*; save it as UTF-8"):
+    with pytest.raises(FormatError, match="is no UTF-8 text"):
         files.read(path)
     path.write_text("0F0,0B0\n")
     with pytest.raises(FormatError, match="no format is called 'torchh'; there are auto, pipert, torch, deepspeed"):
