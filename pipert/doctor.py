@@ -29,6 +29,8 @@ _GPUS = (
     "    p = torch.cuda.get_device_properties(i)\n"
     "    print(p.name, getattr(p, 'gcnArchName', ''), f'{p.total_memory / 2**30:.0f} GiB')"
 )
+#: Prints the library that ``Mesh.from_mpi(tensors="rccl")`` would use.
+_RCCL = "import torch\nfrom pipert.comm.rccl_library import Library, find_library\nprint(Library(find_library()))"
 _COMPILERS = {
     "g++": "CPU kernels",
     "clang": "kernels for AMD GPUs, with ROCm",
@@ -71,6 +73,7 @@ def doctor(progress: Callable[[str], None] | None = None, *, message_test: bool 
         ("threads", _threads),
         ("compilers", _compilers),
         ("GPUs", _gpus),
+        ("RCCL", _rccl),
         ("Slurm", _slurm),
     ]
     if message_test:
@@ -130,6 +133,14 @@ def _gpus() -> list[Finding]:
     if build == "None":
         return [Finding("GPUs", "none: this torch is built for CPUs", None)]
     return [Finding("GPUs", f"torch for {build}: {', '.join(gpus) or 'none visible'}", True if gpus else None)]
+
+
+def _rccl() -> list[Finding]:
+    code, text = _output([sys.executable, "-c", _RCCL])
+    if code == 0:
+        return [Finding("RCCL", text[-1])]
+    remedy = text[-1].partition(": ")[2] if os.environ.get("PIPERT_RCCL") else ""
+    return [Finding("RCCL", "not found (moves tensors between GPUs)", None, remedy)]
 
 
 def _slurm() -> list[Finding]:

@@ -231,10 +231,11 @@ def test_a_sessions_processes_are_found() -> None:
 def test_the_doctor_looks_at_everything_and_says_so_as_it_goes() -> None:
     looked: list[str] = []
     findings = {finding.name: finding for finding in doctor(looked.append)}
-    assert looked == ["Python", "MPI library", "launcher", "threads", "compilers", "GPUs", "Slurm", "messages"]
+    assert looked == ["Python", "MPI library", "launcher", "threads", "compilers", "GPUs", "RCCL", "Slurm", "messages"]
     assert {"g++", "hipcc", "clang", "nvcc"} < set(findings)
     for name in ("Python", "MPI library", "launcher", "threads", "messages"):
         assert findings[name].ok, findings[name]
+    assert findings["RCCL"].ok or "not found" in findings["RCCL"].value
     assert "2 ranks" in findings["messages"].value and "\n" not in findings["messages"].value
 
 

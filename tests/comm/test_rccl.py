@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,22 @@ def test_a_wait_past_the_deadline_says_what_it_was_in() -> None:
 
     with pytest.raises(HangError, match=r"rank 0 has waited 0.3 s, its deadline, in 1RECV_F0"):
         run(2, rank, deadline=0.3)
+
+
+def test_a_message_that_is_lost_is_a_hang_with_a_deadline(rccl: Path) -> None:
+    fault = ctypes.CDLL(str(rccl)).standinFault
+
+    def rank(transport: RcclTransport) -> None:
+        transport.exchange(b"")  # connected
+        if transport.rank == 0:
+            fault(ctypes.c_char(b"h"), ctypes.c_longlong(0), ctypes.c_double(0))
+            transport.wait(transport.isend(torch.zeros(3), 1, 0), "0SEND_F0", 1)
+
+    try:
+        with pytest.raises(HangError, match=r"rank 0 has waited 0.3 s, its deadline, in 0SEND_F0"):
+            run(2, rank, deadline=0.3)
+    finally:
+        fault(ctypes.c_char(b"\0"), ctypes.c_longlong(0), ctypes.c_double(0))
 
 
 def test_sizes_that_do_not_fit_are_an_error_of_the_wait() -> None:

@@ -45,7 +45,7 @@ SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule[0])
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8])
 def test_every_schedule_has_the_bits_of_one_process(schedule: tuple[str, int], microbatches: int) -> None:
     model, steps = gpt(hidden=16, tied=False), [[tokens(microbatches, length=7, seed=s)] for s in range(2)]
     plain = [[parts(batch, microbatches) for batch in step] for step in steps]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -230,6 +231,17 @@ def test_a_message_longer_than_any_buffer_arrives_whole(pair: Ranks) -> None:
     pair.receive(1, got[:-3], 0), pair.receive(1, got[-3:], 0)
     pair.send(0, sent[:-3], 1), pair.send(0, sent[-3:], 1)
     assert until(pair.all_over) and torch.equal(sent, got)
+
+
+@pytest.mark.slow
+def test_a_message_of_more_than_two_gibibytes_arrives_whole(pair: Ranks) -> None:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if free < 7 * 2**30:
+        pytest.skip(f"needs 7 GiB of free memory, there are {free / 2**30:.1f}")
+    sent, got = torch.full((2**31 + 16,), 7, dtype=torch.uint8), torch.zeros(2**31 + 16, dtype=torch.uint8)
+    sent[2**31 - 1], sent[2**31], sent[-1] = 1, 2, 3
+    pair.send(0, sent, 1), pair.receive(1, got, 0)
+    assert until(pair.all_over, 120) and torch.equal(sent, got)
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
