@@ -68,6 +68,7 @@ class AutoPlan:
     Attributes:
         costs: the stages' times.
         placement: the rank of every stage.
+        cuts: the number of blocks of every stage; None: as the partitioner cuts.
         limits: for each rank the most (stage, micro-batch) pairs that it keeps.
         semantics: the transport's message rules.
         effort: of a search.
@@ -76,6 +77,7 @@ class AutoPlan:
 
     costs: Costs
     placement: Placement
+    cuts: tuple[int, ...] | None
     limits: tuple[int, ...]
     semantics: Semantics
     effort: int
@@ -110,15 +112,15 @@ class AutoPlan:
         """As text; schedules are in pipert's text format."""
         found = [[count, dumps(each.schedule), each.makespan, each.bound] for count, each in self.found.items()]
         value = {"costs": asdict(self.costs), "placement": self.placement.owners, "limits": self.limits}
-        return json.dumps({**value, "effort": self.effort, "found": found})
+        return json.dumps({**value, "cuts": self.cuts, "effort": self.effort, "found": found})
 
     @classmethod
     def from_json(cls, text: str, semantics: Semantics) -> AutoPlan:
         """Read what `to_json` wrote."""
         data = json.loads(text)
-        plan = cls(
-            Costs(**data["costs"]), Placement.of(data["placement"]), tuple(data["limits"]), semantics, data["effort"]
-        )
+        costs, placement = Costs(**data["costs"]), Placement.of(data["placement"])
+        cuts = None if data["cuts"] is None else tuple(data["cuts"])
+        plan = cls(costs, placement, cuts, tuple(data["limits"]), semantics, data["effort"])
         for count, written, makespan, bound in data["found"]:
             schedule = loads(written)
             assert isinstance(schedule, Schedule)

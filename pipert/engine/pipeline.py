@@ -204,7 +204,9 @@ class Pipeline:
         ]
         precision = self._settings.precision or Precision()
         state = precision.state_bytes() / precision.parameters.itemsize
-        return partition_graph(self.graph, placement.num_stages, cuts=self._settings.cuts, limits=limits, state=state)
+        plan, cuts = self._programs.plan, self._settings.cuts
+        cuts = cuts if plan is None or plan.cuts is None else plan.cuts
+        return partition_graph(self.graph, placement.num_stages, cuts=cuts, limits=limits, state=state)
 
     def _usual(self, ties: Sequence[Any]) -> ProgramKey:
         return ProgramKey(self._settings.microbatches, 0, ties=tuple(tie.stages for tie in ties))

@@ -9,6 +9,7 @@ import torch
 
 from pipert.comm.mesh import Mesh
 from pipert.engine.auto import AutoOptions, AutoPlan, limits_of
+from pipert.engine.balance import balanced_counts
 from pipert.engine.links import Link, measure_links
 from pipert.engine.refusals import together
 from pipert.engine.settings import Settings
@@ -77,7 +78,7 @@ class Planner:
         plans: list[AutoPlan] = []
         refusals: list[ConfigError] = []
         for placement in [p for p in usable if p.num_stages <= len(graph.blocks)] or usable[:1]:
-            partition = partition_graph(graph, placement.num_stages, cuts=settings.cuts)
+            partition = self._cut(placement)
             costs = options.costs or self._expected(partition, placement, links)
             try:
                 plans.append(self._plan(partition, placement, costs, options))
@@ -87,8 +88,18 @@ class Planner:
             raise refusals[0]
         return plans
 
+    def _cut(self, placement: Placement) -> Partition:
+        cuts, graph = self._settings.cuts, self._graph
+        partition = partition_graph(graph, placement.num_stages, cuts=cuts)
+        if cuts is not None or partition.order != tuple(block.name for block in graph.blocks):
+            return partition
+        counts = balanced_counts(graph, partition, placement)
+        return partition if counts == partition.counts else partition_graph(graph, placement.num_stages, cuts=counts)
+
     def _plan(self, partition: Partition, placement: Placement, costs: Costs, options: AutoOptions) -> AutoPlan:
-        return AutoPlan(costs, placement, limits_of(partition, placement, options), self._semantics, options.effort)
+        limits = limits_of(partition, placement, options)
+        cuts = partition.counts if partition.method == "cuts given" else None
+        return AutoPlan(costs, placement, cuts, limits, self._semantics, options.effort)
 
     def _usual(self, plan: AutoPlan) -> float:
         return plan.find(self._settings.microbatches).makespan

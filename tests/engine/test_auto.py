@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ from torch.nn import functional as F
 from pipert.comm.local import run_ranks
 from pipert.comm.mesh import Mesh
 from pipert.engine.auto import AutoOptions
+from pipert.engine.balance import balanced_counts
 from pipert.engine.links import measure_links
 from pipert.engine.pipeline import Pipeline
 from pipert.errors import ConfigError
+from pipert.graph.model_graph import Block, ModelGraph
+from pipert.partition.partition import Partition
+from pipert.partition.solve import partition_graph
 from pipert.scheduler.costs import Costs
 from pipert.scheduler.formats.text import dumps, loads
 from pipert.scheduler.generators.registry import generate
@@ -133,6 +138,28 @@ def test_bytes_limit_what_is_kept_and_too_few_are_refused_on_every_rank() -> Non
         on_ranks(2, kept, **options, auto=AutoOptions(memory=64))
     with pytest.raises(ConfigError, match="pass example= to Pipeline"):
         on_ranks(2, kept, auto=AutoOptions(memory=1 << 20))
+
+
+@pytest.mark.parametrize("placement", [Placement.v(2), Placement.looped(2, 2), Placement.v(3)], ids=str)
+def test_blocks_are_cut_so_that_ranks_have_equal_work(placement: Placement) -> None:
+    costs = [0.1, *[1.0] * 9, 1.0]  # any two stages of three blocks make the heaviest stage as light as can be
+    graph = ModelGraph.chain(Block(str(n), forward=cost, backward=cost) for n, cost in enumerate(costs))
+    before = partition_graph(graph, placement.num_stages)
+    counts = balanced_counts(graph, before, placement)
+
+    def busiest(partition: Partition) -> float:
+        load = [0.0] * placement.num_ranks
+        for owner, stage in zip(placement.owners, partition.stages, strict=True):
+            load[owner] += stage.cost
+        return max(load)
+
+    after = busiest(partition_graph(graph, placement.num_stages, cuts=counts))
+    assert after <= busiest(before) and sum(counts) == len(costs) and min(counts) >= 1
+    least = min(
+        busiest(partition_graph(graph, placement.num_stages, cuts=tuple(b - a for a, b in pairwise((0, *cut, 11)))))
+        for cut in combinations(range(1, 11), placement.num_stages - 1)
+    )
+    assert after == pytest.approx(least)
 
 
 def test_other_numbers_of_microbatches_train_and_evaluate() -> None:
