@@ -23,6 +23,7 @@ from pipert.errors import ConfigError
 from pipert.graph.estimate import estimate
 from pipert.graph.model_graph import ModelGraph
 from pipert.graph.profile import profile
+from pipert.graph.spare import keep_attributes
 from pipert.graph.stage import StageBlock, StageModule, TracedModel, stage_module
 from pipert.layers.materialise import materialise
 from pipert.layers.shard import shard_of
@@ -152,6 +153,8 @@ def _own_copies(traced: TracedModel, blocks: list[str], world: Transport) -> dic
     if not any(mine.intersection(json.loads(answers[rank])) for rank in lower):
         return {}
     copies = copy.deepcopy(modules)
+    for name, module in modules.items():
+        keep_attributes(module, copies[name])
     return {name: replace(traced.blocks[name], module=copies[name]) for name in blocks}
 
 

@@ -14,7 +14,7 @@ from pipert.engine.loss import LossFunction
 from pipert.errors import ConfigError
 from pipert.graph.stage import TracedModel
 from pipert.layers.parallelize import SharesOut, is_parallel, parallelize
-from pipert.layers.shard import shard_of
+from pipert.layers.shard import is_partial, shard_of
 from pipert.layers.vocabulary import VocabParallelHead
 
 
@@ -42,6 +42,11 @@ def check_model(model: nn.Module, mesh: Mesh) -> None:
                 f"{name} is part {shard.index} of {shard.parts}, but this is rank {mesh.tp_rank} of tp = {mesh.tp}; "
                 "parallelize the model on the mesh that the pipeline gets"
             )
+    if is_parallel(model) and not any(shard_of(parameter) or is_partial(parameter) for parameter in model.parameters()):
+        raise ConfigError(
+            f"the parameters of {type(model).__name__} no longer say what they are parts of, as after copy.deepcopy; "
+            "copy the model before it is parallelized"
+        )
     if mesh.tp == 1 or _is_shared_out(model):
         return
     if not isinstance(model, SharesOut):

@@ -13,6 +13,9 @@ from pipert.errors import GraphError
 
 _COPIED = (nn.Module, torch.Tensor, torch.Generator, fx.Graph, dict, list, tuple, set, types.MethodType)
 
+KEPT = "_pipert_kept_"
+"""How the attributes of parameters begin that copies of them have, too."""
+
 
 def spare(name: str, module: nn.Module) -> nn.Module:
     """Copy a block deeply: its modules, tensors, generators and containers. Other objects it holds are shared.
@@ -33,9 +36,19 @@ def spare(name: str, module: nn.Module) -> nn.Module:
             elif isinstance(value, torch.Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
     try:
-        return copy.deepcopy(module, memo)
+        made = copy.deepcopy(module, memo)
     except Exception as error:
         raise GraphError(
             f"block {name} ({type(module).__name__}) cannot be copied to be measured: {error}; use estimate(graph), or "
             "keep what resists copy.deepcopy out of the block"
         ) from error
+    keep_attributes(module, made)
+    return made
+
+
+def keep_attributes(module: nn.Module, made: nn.Module) -> None:
+    """Give the parameters of a deep copy the originals' attributes that begin with `KEPT`; torch forgets them."""
+    for original, copied in zip(module.parameters(), made.parameters(), strict=True):
+        for name, value in original.__dict__.items():
+            if name.startswith(KEPT):
+                setattr(copied, name, value)

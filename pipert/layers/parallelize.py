@@ -23,6 +23,7 @@ from torch import nn
 from pipert.comm.mesh import Mesh
 from pipert.comm.transport import Transport
 from pipert.errors import ConfigError
+from pipert.layers.dropout import Dropout, Part
 from pipert.layers.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from pipert.layers.shard import Tied
 from pipert.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
@@ -56,12 +57,15 @@ class Split:
             ranks has each unit on several ranks.
         pieces: (features, units) of each part of a fused column layer, such as query, key and value.
         whole: a column layer gives all features, a row layer takes all of them, instead of the rank's own.
+        dim: for dropout between a column and a row layer (``column``): the dimension of the features in its input, of
+            which each rank draws its part of the mask. Dropout elsewhere is ``replicated``: all ranks draw the same.
     """
 
     kind: Kind
     units: int | None = None
     pieces: tuple[tuple[int, int], ...] = ()
     whole: bool = False
+    dim: int = 2
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -89,7 +93,7 @@ def parallelize(
         mesh: its ``tp_group`` shares the model.
         sequence_parallel: for pipert's GPT: what runs between the layers is shared out by positions, too.
         plan: for other models: how to split the modules whose path matches a pattern (`fnmatch`'s). What no pattern
-            matches is replicated: every rank computes it alike.
+            matches is replicated: every rank computes it alike. Of dropout layers the plan must say what they are.
         overlap: whether communication and computation overlap in the backward. The numbers are bitwise the same.
 
     Returns:
@@ -147,6 +151,11 @@ def _conversions(model: nn.Module, group: Transport, plan: Plan, overlap: bool) 
     for path, module in list(model.named_modules()):
         pattern = next((pattern for pattern in plan if fnmatchcase(path, pattern)), None)
         if pattern is None:
+            if group.size > 1 and isinstance(module, _DROPOUT) and module.p:
+                raise ConfigError(
+                    f"the plan does not say what the dropout layer {path} is: "
+                    f'{{"{path}": "column"}} between a column and a row layer, or "replicated"'
+                )
             continue
         used.add(pattern)
         said = plan[pattern]
@@ -159,7 +168,8 @@ def _conversions(model: nn.Module, group: Transport, plan: Plan, overlap: bool) 
         raise ConfigError(f"the plan's patterns {', '.join(lost)} match no module of {type(model).__name__}")
 
 
-_Part = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | VocabParallelHead
+_Part = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | VocabParallelHead | Dropout
+_DROPOUT = (nn.modules.dropout._DropoutNd, Dropout)
 
 
 def _part(path: str, module: nn.Module, split: Split, group: Transport, overlap: bool) -> _Part:
@@ -170,6 +180,8 @@ def _part(path: str, module: nn.Module, split: Split, group: Transport, overlap:
                 raise ConfigError(f"{path} has max_norm, scale_grad_by_freq or sparse, which its parts cannot keep")
             size = module.num_embeddings, module.embedding_dim
             return VocabParallelEmbedding(*size, group=group, padding_idx=module.padding_idx)
+        if split.kind == "column" and isinstance(module, (nn.Dropout, Dropout)):
+            return Dropout(module.p, part=Part(split.dim, group.rank, group.size))
         if not isinstance(module, nn.Linear):
             raise ConfigError(f"{path} is a {type(module).__name__}, which cannot be split as {split.kind}")
         inputs, outputs, bias = module.in_features, module.out_features, module.bias is not None
@@ -186,6 +198,9 @@ def _part(path: str, module: nn.Module, split: Split, group: Transport, overlap:
 
 
 def _replace(model: nn.Module, path: str, old: nn.Module, new: _Part, tied: Tied) -> None:
-    new.adopt(old, tied)
+    if isinstance(new, Dropout):
+        new.train(old.training)
+    else:
+        new.adopt(old, tied)
     parent, _, name = path.rpartition(".")
     model.get_submodule(parent).register_module(name, new)

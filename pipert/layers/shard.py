@@ -22,9 +22,10 @@ from torch import nn
 
 from pipert.comm.transport import Transport
 from pipert.errors import ConfigError
+from pipert.graph.spare import KEPT
 
-_SHARD = "_pipert_shard"
-_PARTIAL = "_pipert_partial"
+_SHARD = f"{KEPT}shard"
+_PARTIAL = f"{KEPT}partial"
 
 
 class Span(NamedTuple):
