@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -14,10 +13,14 @@ from _turns import all_turns, ratio
 from torch import nn
 
 import pipert
+from pipert.engine.balance import balanced_counts
 from pipert.gpt_config import GPTConfig
+from pipert.graph.model_graph import ModelGraph
 from pipert.models import GPT
 from pipert.models.loss import CausalLMLoss
+from pipert.partition.solve import partition_graph
 from pipert.report.measured import measured_costs
+from pipert.scheduler.placement import Placement
 from pipert.scheduler.program import Program
 from pipert.scheduler.simulate import simulate
 from pipert.scheduler.timeline import Timeline
@@ -27,8 +30,14 @@ from pipert.scheduler.timeline import Timeline
 CONFIG = GPTConfig(layers=9, hidden=256, heads=4, sequence=128, vocabulary=2048, tied=False)
 MICROBATCHES, SAMPLES = 4, 4
 OURS = ("1f1b", "zb-h1", "zb-v", "auto")
-#: torch's schedules and their stages a rank.
-THEIRS = {"1f1b": 1, "interleaved": 2, "interleaved-zb": 2, "zb-v": 2}
+THEIRS = ("1f1b", "interleaved", "interleaved-zb", "zb-v")
+PLACEMENTS: dict[str, Callable[[int], Placement]] = {
+    "1f1b": Placement.linear,
+    "zb-h1": Placement.linear,
+    "zb-v": Placement.v,
+    "interleaved": lambda ranks: Placement.looped(ranks, 2),
+    "interleaved-zb": lambda ranks: Placement.looped(ranks, 2),
+}
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -41,19 +50,20 @@ def run(mesh: pipert.Mesh, folder: Path, rounds: int) -> dict[str, float]:
     ids = torch.randint(CONFIG.vocabulary, (SAMPLES, CONFIG.sequence), generator=torch.Generator().manual_seed(0))
     batch = (ids, ids.roll(-1, 1))
     example = ids[: SAMPLES // MICROBATCHES]
+    searched = pipert.Pipeline(GPT(CONFIG), loss, mesh, "auto", MICROBATCHES, example=example)
+    cuts = {name: _cuts(searched.graph, PLACEMENTS[name](mesh.pp)) for name in PLACEMENTS}
     pipes = {
-        name: pipert.Pipeline(GPT(CONFIG), loss, mesh, schedule=name, microbatches=MICROBATCHES, example=example)
-        for name in OURS
-    }
-    for _ in range(2):
-        _ours(pipes["auto"], batch)
-    found = pipes["auto"].replan()
+        name: pipert.Pipeline(GPT(CONFIG), loss, mesh, name, MICROBATCHES, cuts=cuts[name]) for name in OURS[:-1]
+    } | {"auto": searched}
+    for _ in range(6):
+        _ours(searched, batch)
+    found = searched.replan()
     contestants: dict[str, Callable[[], object]] = {}
     for name, pipe in pipes.items():
         contestants[f"pipert {name}"] = lambda pipe=pipe: _ours(pipe, batch)  # type: ignore[misc]
-    for name, chunks in THEIRS.items():
-        modules = _torch_stages(mesh, pipes, name, chunks)
-        theirs = TorchPipeline(list(modules.items()), mesh.pp * chunks, name, MICROBATCHES, loss)
+    for name in THEIRS:
+        modules = _torch_stages(mesh, PLACEMENTS[name](mesh.pp), cuts[name])
+        theirs = TorchPipeline(list(modules.items()), len(cuts[name]), name, MICROBATCHES, loss)
         contestants[f"torch {name}"] = lambda theirs=theirs, m=modules: _theirs(theirs, m, batch)  # type: ignore[misc]
     lines: dict[str, list[Timeline]] = {name: [] for name in pipes}
 
@@ -91,13 +101,19 @@ def _predicted(pipe: pipert.Pipeline, timelines: list[Timeline]) -> float:
     return simulate(program, measured_costs(timelines, program.num_stages)).makespan
 
 
-def _torch_stages(mesh: pipert.Mesh, pipes: dict[str, pipert.Pipeline], name: str, chunks: int) -> dict[int, nn.Module]:
-    """This rank's stages for torch, cut as pipert cuts them."""
-    assignment = pipes["1f1b" if chunks == 1 else "zb-v"].partition.assignment
-    blocks = dict(GPT(CONFIG, device="cpu").blocks())
-    rank, ranks = mesh.pp_group.rank, mesh.pp
-    own = [rank, 2 * ranks - 1 - rank] if name == "zb-v" else list(range(rank, ranks * chunks, ranks))
-    return {stage: nn.Sequential(*(copy.deepcopy(blocks[block]) for block in assignment[stage])) for stage in own}
+def _cuts(graph: ModelGraph, placement: Placement) -> tuple[int, ...]:
+    """The same cuts for all schedules with this placement: equal work for the ranks."""
+    return balanced_counts(graph, partition_graph(graph, placement.num_stages), placement)
+
+
+def _torch_stages(mesh: pipert.Mesh, placement: Placement, cuts: tuple[int, ...]) -> dict[int, nn.Module]:
+    """This rank's stages for torch."""
+    blocks = [block for _, block in GPT(CONFIG, device="cpu").blocks()]
+    ends = [sum(cuts[: stage + 1]) for stage in range(len(cuts))]
+    return {
+        stage: nn.Sequential(*blocks[ends[stage] - cuts[stage] : ends[stage]])
+        for stage in placement.stages_of(mesh.pp_group.rank)
+    }
 
 
 def _ours(pipe: pipert.Pipeline, batch: Batch) -> None:

@@ -388,7 +388,7 @@ class Pipeline:
         return None if plan is None else plan.find(self._settings.microbatches)
 
     def measured_costs(self) -> Costs:
-        """What each stage took in the last `step`, by kind of action, and what messages take now. Every rank calls it.
+        """What each stage took in the last few steps, and what messages take now. Every rank calls it.
 
         Give them to another run, as ``AutoOptions(costs=…)``, or to the simulator. Where backwards were whole, they are
         divided as the blocks' expected times are.
@@ -396,10 +396,10 @@ class Pipeline:
         Raises:
             ConfigError: there was no step yet.
         """
-        return self._planner.costs(self.timeline(), self.partition, self._programs.placement)
+        return self._planner.costs(self._recent(), self.partition, self._programs.placement)
 
     def replan(self, auto: AutoOptions | None = None) -> Found:
-        """Search a schedule for the times that the last `step` took; the next steps follow it. Every rank calls it.
+        """Search a schedule for the times that the last few steps took; the next steps follow it. Every rank calls it.
 
         The stages stay where they are. The schedule may be saved (`pipert.scheduler.formats.text.dumps`) and given to
         another run, with ``cuts=pipe.partition.counts``.
@@ -411,7 +411,7 @@ class Pipeline:
             ConfigError: there was no step yet, or a rank has too little memory for one micro-batch.
         """
         placement = self._programs.placement
-        self._programs.replace(self._planner.again(self.timeline(), self.partition, placement, auto))
+        self._programs.replace(self._planner.again(self._recent(), self.partition, placement, auto))
         self._session.forget_programs()
         self.proof = together(self.mesh.world, lambda: self._programs.proof(self._usual(self._parts.ties)))
         assert self.found is not None
@@ -426,10 +426,14 @@ class Pipeline:
         Raises:
             ConfigError: there was no step yet.
         """
-        timings = self._session.timings
-        if timings is None:
+        return self._recent(1)[-1]
+
+    def _recent(self, most: int | None = None) -> list[Timeline]:
+        """The timelines of the last few steps, oldest first."""
+        timings = list(self._session.recent)
+        if not timings:
             raise ConfigError("there is no timeline before the first step; call step first, on every rank")
-        return gather(self._programs.name, timings, self.mesh.pp_group)
+        return [gather(self._programs.name, each, self.mesh.pp_group) for each in timings[-(most or len(timings)) :]]
 
 
 def _check_same(mesh: Mesh, optimizer: ZeroOptimizer) -> None:

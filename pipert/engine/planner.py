@@ -49,10 +49,10 @@ class Planner:
         return self._agreed(lambda: min(self._plans(links), key=lambda plan: self._usual(plan)))
 
     def again(
-        self, timeline: Timeline, partition: Partition, placement: Placement, options: AutoOptions | None
+        self, timelines: Sequence[Timeline], partition: Partition, placement: Placement, options: AutoOptions | None
     ) -> AutoPlan:
-        """A plan with the same placement for the times of a step; raises as `choose`."""
-        costs = self.costs(timeline, partition, placement)
+        """A plan with the same placement for the times of some steps; raises as `choose`."""
+        costs = self.costs(timelines, partition, placement)
 
         def plan() -> AutoPlan:
             made = self._plan(partition, placement, costs, options or self._options)
@@ -61,9 +61,11 @@ class Planner:
 
         return self._agreed(plan)
 
-    def costs(self, timeline: Timeline, partition: Partition, placement: Placement) -> Costs:
-        """What each stage took in a step, and what messages take now."""
-        return measured_stage_costs(timeline, self._expected(partition, placement, self._links()), placement.num_stages)
+    def costs(self, timelines: Sequence[Timeline], partition: Partition, placement: Placement) -> Costs:
+        """What each stage took in some steps, and what messages take now."""
+        return measured_stage_costs(
+            timelines, self._expected(partition, placement, self._links()), placement.num_stages
+        )
 
     def _plans(self, links: Sequence[Link]) -> list[AutoPlan]:
         """One for each placement for which there is enough memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -81,6 +81,7 @@ class Session:
 
     Attributes:
         timings: of the last step with backwards.
+        recent: of the last few of them.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Session:
         own = programs.placement.stages_of(mesh.pp_group.rank)
         self._first, self._last = 0 in own, programs.placement.num_stages - 1 in own
         self.timings: Timings | None = None
+        self.recent: deque[Timings] = deque(maxlen=8)
 
     def run(self, source: object, call: Call) -> StepResult:
         """Run one step.
@@ -281,7 +283,9 @@ class Session:
             timings = executor.run(data, sizes)
         if self._sharding is not None and call.training and agreement.trainable_from < self._position.stages:
             self._sharding.optimizer.speculated = self._sharding.optimizer.early
-        self.timings = timings if call.training else self.timings
+        if call.training:
+            self.timings = timings
+            self.recent.append(timings)
         self._sizes.learn(agreement.keys, sizes)
         if not agreement.total and call.training:
             self._nothing_counted(agreement)

@@ -40,11 +40,13 @@ def stage_costs(
     return Costs([stage.forward + own for stage in stages], backward, inputs, seconds, comm=[*comm, 0.0])
 
 
-def measured_stage_costs(timeline: Timeline, expected: Costs, num_stages: int) -> Costs:
-    """What each stage took in a step; whole backwards divided as expected, messages as expected."""
-    measured, wanted = measured_costs([timeline], num_stages).table(num_stages), expected.table(num_stages)
+def measured_stage_costs(timelines: Sequence[Timeline], expected: Costs, num_stages: int) -> Costs:
+    """What each stage took in some steps; whole backwards divided as expected, messages as expected."""
+    measured, wanted = measured_costs(timelines, num_stages).table(num_stages), expected.table(num_stages)
     inputs, weights = measured[Kind.I].copy(), measured[Kind.W].copy()
-    split = np.array([any(a.kind is Kind.W and a.stage == s for _, a, _, _ in timeline) for s in range(num_stages)])
+    split = np.array(
+        [any(a.kind is Kind.W and a.stage == s for each in timelines for _, a, _, _ in each) for s in range(num_stages)]
+    )
     total = wanted[Kind.I] + wanted[Kind.W]
     share = np.divide(wanted[Kind.W], total, out=np.full(num_stages, 0.5), where=total > 0)
     whole = np.where(split, np.maximum(measured[Kind.B], inputs + weights), measured[Kind.B])
