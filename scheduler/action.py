@@ -52,6 +52,9 @@ class Kind(IntEnum):
     NORM = 23  #: find the norm of all gradients of the model, over all ranks, and decide on the update
     STEP = 24  #: update the stage's weights, or this replica's shard of them
     UNDO = 25  #: put the stage's weights back to what they were before its STEP
+    # Activations in host memory (docs/precision.md).
+    OFFLOAD = 26  #: move what the forward keeps for its backward to host memory
+    RELOAD = 27  #: bring it back
 
     @property
     def is_compute(self) -> bool:

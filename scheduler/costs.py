@@ -54,6 +54,8 @@ class Costs:
         gather: GATHER of a stage.
         norm: NORM.
         step: STEP of a stage; UNDO takes as long. A FREE takes no time.
+        offload: OFFLOAD of a stage; one after the other, beside everything else.
+        reload: RELOAD of a stage, likewise.
 
     Raises:
         CostError: a value is no duration: not a number, not finite, or negative.
@@ -77,6 +79,8 @@ class Costs:
     gather: PerStage = 0.0
     norm: PerStage = 0.0
     step: PerStage = 0.0
+    offload: PerStage = 0.0
+    reload: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -102,7 +106,7 @@ class Costs:
         table[Kind.F], table[Kind.B], table[Kind.I], table[Kind.W] = rows["forward"], rows["backward"], inputs, weights
         for kind, name in _VOCABULARY.items():
             table[kind] = rows[name]
-        for kind in (Kind.REDUCE, Kind.TIE, Kind.SCATTER, Kind.GATHER, Kind.NORM, Kind.STEP):
+        for kind in (Kind.REDUCE, Kind.TIE, Kind.SCATTER, Kind.GATHER, Kind.NORM, Kind.STEP, Kind.OFFLOAD, Kind.RELOAD):
             table[kind] = rows[kind.name.lower()]
         table[Kind.UNDO] = rows["step"]
         for kind, (_, offset) in COUNTERPART.items():

@@ -8,11 +8,12 @@ import numpy.typing as npt
 from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, STAGE_SHIFT, Kind
 from pipert.scheduler.row import Codes
 
-#: What each kind adds to the number of live micro-batches: the forward begins, the last backward part ends.
-CHANGES: dict[Kind, int] = {Kind.F: +1, Kind.B: -1, Kind.W: -1}
+#: What each kind adds to the number of live micro-batches: the forward begins, the last backward part ends. While its
+#: activations are in host memory a micro-batch is not live.
+CHANGES: dict[Kind, int] = {Kind.F: +1, Kind.B: -1, Kind.W: -1, Kind.OFFLOAD: -1, Kind.RELOAD: +1}
 
-#: The kinds that end it.
-ENDS = tuple(kind for kind, change in CHANGES.items() if change < 0)
+#: The kinds that end it for good.
+ENDS = (Kind.B, Kind.W)
 
 _TABLE = np.zeros(KIND_MASK + 1, dtype=np.int8)
 _TABLE[list(CHANGES)] = list(CHANGES.values())

@@ -84,6 +84,12 @@ def queues(index: Index, rank: int, semantics: Semantics) -> Iterator[Positions]
     yield from messages(index, rank).queues(semantics)
     if len(together := collectives(index, rank)):
         yield together
+    start, stop = index.offsets[rank], index.offsets[rank + 1]
+    for kind in filter(index.has, (Kind.OFFLOAD, Kind.RELOAD)):  # one after the other in each direction
+        table = index.table(kind)
+        here: Positions = np.sort(table[(table >= start) & (table < stop)])
+        if len(here):
+            yield here
 
 
 def counterparts(codes: Ints) -> Ints:
@@ -119,7 +125,7 @@ def wire(index: Index, program: Program) -> Wiring:
     _join_collectives(index, needs, ring)
     if program.vocabulary is not None:
         _spread(index, needs, ring)
-    also = _hold_for_weights(index, needs, ring)
+    also = np.concatenate([_hold_for_weights(index, needs, ring), _hold_for_reloads(index, needs, ring)])
     _hold_steps(index, program, needs)
     for rank in range(program.num_ranks):
         for queue in queues(index, rank, program.semantics):
@@ -206,6 +212,20 @@ def _hold_for_weights(index: Index, needs: Positions, ring: Positions) -> Positi
             slots[using[before >= 0]] = fetched[before[before >= 0]]
     for fetched in gathers:
         ring[fetched] = fetched
+    return also
+
+
+def _hold_for_reloads(index: Index, needs: Positions, ring: Positions) -> Positions:
+    """Let a RELOAD wait for its OFFLOAD, and a backward for its RELOAD; returns one more row of `also`."""
+    if not index.has(Kind.RELOAD):
+        return np.zeros(0, dtype=np.int32)
+    also, back, out = np.full_like(needs, -1), index.table(Kind.RELOAD), index.table(Kind.OFFLOAD)
+    for kind in filter(index.has, (Kind.B, Kind.I)):
+        _wait(index.table(kind), back, also)
+    _wait(back, out, needs)
+    for table in (back, out):
+        alone = table[table >= 0]
+        ring[alone] = alone
     return also
 
 

@@ -138,7 +138,7 @@ def play_program(  # noqa: C901, PLR0915
         codes: the packed actions, all in range ``[actions]``.
         owners: the rank of every stage.
         needs: the operation of the same rank that must be complete before an action begins, or −1.
-        also: another such operation, or −1; empty if no action has two.
+        also: other such operations, or −1: any number of rows one after another, ``[rows * actions]``.
         ring: the next of the operations that complete together (a message's other end, a collective's next member,
             itself if alone), −1 for compute.
         unit: the first operation of an action's group (itself without one); empty if there are no groups.
@@ -181,11 +181,14 @@ def play_program(  # noqa: C901, PLR0915
                     blocked[rank] = needs[i]
                     break
                 clock = max(clock, ends[needs[i]])
-            if len(also) > 0 and also[i] >= 0:
-                if ends[also[i]] < 0.0:
-                    blocked[rank] = also[i]
-                    break
-                clock = max(clock, ends[also[i]])
+            for one in range(i, len(also), len(codes)):
+                if also[one] >= 0:
+                    if ends[also[one]] < 0.0:
+                        blocked[rank] = also[one]
+                        break
+                    clock = max(clock, ends[also[one]])
+            if blocked[rank] >= 0:
+                break
             if ring[i] < 0:
                 begins[i] = clock
                 clock += durations[(codes[i] >> 28 & 255) * stages + (codes[i] >> 36)]

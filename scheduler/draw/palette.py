@@ -24,6 +24,8 @@ _TONES: dict[Kind, tuple[float, float, float]] = {
     Kind.NORM: (292, 0.40, 0.35),
     Kind.STEP: (110, 0.33, 0.45),
     Kind.UNDO: (0, 0.40, 0.45),
+    Kind.OFFLOAD: (192, 0.36, 0.40),
+    Kind.RELOAD: (192, 0.48, 0.40),
 }
 _MESSAGE_TONE = (215, 0.60, 0.14)
 
@@ -49,6 +51,8 @@ NAMES: dict[Kind, str] = {
     Kind.NORM: "norm of the gradients",
     Kind.STEP: "update",
     Kind.UNDO: "update undone",
+    Kind.OFFLOAD: "activations to the host",
+    Kind.RELOAD: "activations back",
 }
 
 

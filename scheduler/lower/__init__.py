@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from pipert.scheduler.index import flatten, usable_actions
 from pipert.scheduler.lower.gathers import add_gathers
 from pipert.scheduler.lower.groups import group_exchanges
 from pipert.scheduler.lower.meta import add_sizes
+from pipert.scheduler.lower.offload import add_offloads
 from pipert.scheduler.lower.prefetch import prefetch_receives
 from pipert.scheduler.lower.reductions import add_reductions
 from pipert.scheduler.lower.scatters import add_scatters
@@ -38,6 +39,7 @@ def lower(
     zero: int = 0,
     alike: bool = True,
     early: bool = False,
+    offload: Mapping[int, int] | None = None,
 ) -> Program:
     """Write down every message and reduction of a schedule, in an order that is safe on a transport.
 
@@ -61,6 +63,7 @@ def lower(
         alike: all replicas have as many micro-batches. If not, what replicas do together stands at the beginning and
             the end, where its order does not depend on that: there is one REDUCE and one GATHER of each stage.
         early: each stage is updated as soon as its gradients are whole (STEP).
+        offload: for stages that move activations to host memory how many micro-batches stay on the device.
 
     Raises:
         LayoutError: an argument is out of range.
@@ -99,6 +102,7 @@ def lower(
     program = add_reductions(program, reduce and not scatter)
     program = add_gathers(program, once=not alike) if zero == 3 else program
     program = add_steps(program, at_end=not alike) if early else program
+    program = add_offloads(program, offload or {})
     return group_exchanges(program)
 
 

@@ -27,6 +27,7 @@ REMEDIES = {
     "vocabulary": "let every rank do each of its actions once for each micro-batch, in the same order everywhere",
     "weights": "let every computation stand between a GATHER and a FREE of its stage, alternating, numbered from 0",
     "update": "let each STEP stand behind everything that adds to its gradients, and each GATHER behind its STEP",
+    "offload": "let forward, OFFLOAD, RELOAD and backward of a micro-batch follow one another",
     "swap": "receive in the order in which the peer sends, or match by tag",
     "deadlock": "put them in another order, issue crossing messages as a group, or use buffered sends",
     "limit": "start fewer forwards before their backwards, or allow more",

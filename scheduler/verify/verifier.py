@@ -15,6 +15,7 @@ from pipert.scheduler.verify.collectives import COLLECTIVE_RULES
 from pipert.scheduler.verify.fault import Check, Fault
 from pipert.scheduler.verify.limits import LIMIT
 from pipert.scheduler.verify.messages import MESSAGE_RULES
+from pipert.scheduler.verify.offload import OFFLOAD_RULE
 from pipert.scheduler.verify.order import ORDER_RULES
 from pipert.scheduler.verify.proof import Proof
 from pipert.scheduler.verify.rule import Rule, Subject
@@ -24,7 +25,7 @@ from pipert.scheduler.verify.vocabulary import VOCABULARY
 from pipert.scheduler.verify.weights import WEIGHT_RULES
 
 #: What has to hold of a program whose actions are right one by one.
-PROGRAM_RULES = (*MESSAGE_RULES, *ORDER_RULES, *COLLECTIVE_RULES, *WEIGHT_RULES, *UPDATE_RULES)
+PROGRAM_RULES = (*MESSAGE_RULES, *ORDER_RULES, *COLLECTIVE_RULES, *WEIGHT_RULES, *UPDATE_RULES, OFFLOAD_RULE)
 
 #: Of each rule at most this many faults are reported.
 MAX_FAULTS = 20
@@ -36,9 +37,9 @@ def verify(target: Schedule | Program, *, limits: int | Sequence[int] | None = N
     A schedule: every action is known, in range, on its stage's rank and done once; nothing is missing; each rank's
     order respects the dependencies, and no ranks wait for one another in a cycle. A program also: every
     message has its other end, stands after what it sends and before what it feeds; groups and collectives are well
-    formed; weights are there wherever they are used, and updated once their gradients are whole; no message can reach
-    another's receive; and everything happens under the program's own semantics, whatever the timing (each wait is for
-    *all* of a fixed set of events, so one run decides for every run).
+    formed; weights and activations are there wherever they are used, and weights are updated once their gradients are
+    whole; no message can reach another's receive; and everything happens under the program's own semantics, whatever
+    the timing (each wait is for *all* of a fixed set of events, so one run decides for every run).
 
     Args:
         target: the schedule, or the program (lowered for its semantics).

@@ -82,6 +82,8 @@ def _check_actions(program: Program) -> None:
                 peer = action.stage + MESSAGES[action.kind][1]
                 if not 0 <= peer < program.num_stages or owners[peer] == rank:
                     raise Failure(f"rank {rank}: {action} has no other rank")
+            if action.kind in (Kind.OFFLOAD, Kind.RELOAD) and action.stage < program.trainable_from:
+                raise Failure(f"rank {rank}: {action} of a stage that keeps nothing")
             if action.kind in (Kind.SEND_B, Kind.RECV_B):
                 lower = action.stage - (action.kind is Kind.SEND_B)
                 if lower < program.trainable_from:
@@ -304,6 +306,8 @@ class _Run:
         action = operation.action
         if action.kind in SPREAD:
             return "vocabulary"
+        if action.kind in (Kind.OFFLOAD, Kind.RELOAD):
+            return action.kind
         if action.kind not in MESSAGES:
             return action
         peer = self.owners[action.stage + MESSAGES[action.kind][1]]
@@ -370,6 +374,8 @@ class _Run:
             return False
         if operation is not None:
             operation.posted = True
+            self.live[rank] += {Kind.OFFLOAD: -1, Kind.RELOAD: 1}.get(operation.action.kind, 0)
+            self.check_limit(rank, operation.action)
         self.at[rank] += 1
         return True
 
@@ -387,6 +393,8 @@ class _Run:
         if kind is Kind.F and stage > 0 and not self.brought(action, ("output", stage - 1, microbatch), Kind.RECV_F):
             return False
         if kind in (Kind.B, Kind.I):
+            if not self.is_back(action):
+                return False
             self.require(action, ("output", stage, microbatch))
             gradient = ("gradient", stage + 1, microbatch)
             if stage < self.last and not self.brought(action, gradient, Kind.RECV_B):
@@ -397,9 +405,23 @@ class _Run:
         self.made |= {(what, stage, microbatch) for what in makes}
         if stage >= self.program.trainable_from:
             self.live[rank] += {Kind.F: 1, Kind.I: 0}.get(kind, -1)
+        self.check_limit(rank, action)
+        return True
+
+    def check_limit(self, rank: int, action: Action) -> None:
         if self.limits is not None and self.live[rank] > self.limits[rank]:
             raise Failure(f"rank {rank} holds {self.live[rank]} activations after {action}")
-        return True
+
+    def is_back(self, action: Action) -> bool:
+        """Whether the activations that a backward uses are where they are used."""
+        stage, _, microbatch = action
+        own = self.operations[self.owners[stage]]
+        out, back = (own.get(Action(stage, kind, microbatch)) for kind in (Kind.OFFLOAD, Kind.RELOAD))
+        if out is None and back is None:
+            return True
+        if out is None or back is None or not back.posted:
+            raise Failure(f"the activations of {action} are not back")
+        return back.complete
 
     def spread(self, action: Action) -> bool:
         """Whether what an action needs of the vocabulary's collectives is there."""
@@ -453,6 +475,8 @@ class _Run:
             if kind is Kind.CAST_E and operation.rank == self.owners[0]:
                 self.require(operation.action, ("gradient", 0, microbatch))
             return self.spread(operation.action)
+        if kind in (Kind.OFFLOAD, Kind.RELOAD):
+            return self.may_move(operation.action)
         if kind in (Kind.SEND_F, Kind.SEND_META):
             self.require(operation.action, ("output", stage, microbatch))
         if kind is Kind.SEND_B:
@@ -473,6 +497,14 @@ class _Run:
             same = [one for one in own.values() if one.action.stage == stage and one.action.kind in SUMS]
             return all(one.complete for one in same if one.place < operation.place)
         return True
+
+    def may_move(self, action: Action) -> bool:
+        stage, kind, microbatch = action
+        self.require(action, ("output", stage, microbatch))
+        out = self.operations[self.owners[stage]].get(Action(stage, Kind.OFFLOAD, microbatch))
+        if out is None or (kind is Kind.RELOAD and not out.posted):
+            raise Failure(f"{action} of what was never moved out")
+        return kind is Kind.OFFLOAD or out.complete
 
     def require_shards(self, action: Action, microbatch: int) -> None:
         spread, homes = self.program.vocabulary, homes_of(self.program)

@@ -68,6 +68,7 @@ def lowering_options(draw: st.DrawFn, schedule: Schedule, spread: bool = False) 
         "meta": draw(st.sampled_from([(), (0,), tuple(range(schedule.microbatches))])),
         "prefetch": draw(st.integers(0, 3) | st.just(1000)),
         "vocabulary": vocabulary,
+        "offload": draw(st.just({}) | st.dictionaries(st.sampled_from(range(stages)), st.integers(1, 3))),
     }
 
 

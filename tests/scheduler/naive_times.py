@@ -18,6 +18,7 @@ Times = dict[tuple[int, int], tuple[float, float]]
 Durations = Mapping[tuple[Kind, int], float]
 
 SENDS = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1), Kind.SEND_META: (Kind.RECV_META, 1)}
+MOVES = (Kind.OFFLOAD, Kind.RELOAD)
 RECEIVES = {receive: send for send, (receive, _) in SENDS.items()}
 SUMS = (Kind.REDUCE, Kind.TIE, Kind.SCATTER)
 LOCAL = (Kind.FREE, Kind.STEP, Kind.UNDO)
@@ -85,6 +86,9 @@ class _Sweeps:
         for rank, row in enumerate(self.rows):
             queues = defaultdict(list)
             for i, action in enumerate(row):
+                if action.kind in MOVES:
+                    ahead[rank, i] = list(queues[action.kind])
+                    queues[action.kind].append(i)
                 if action.kind.is_message:
                     peer = owners[action.counterpart.stage]
                     names = {"message": i, "pair": peer, "direction": (peer, action.kind in SENDS), "rank": 0}
@@ -125,7 +129,11 @@ class _Sweeps:
         if kind.is_compute or kind is Kind.FREE:
             gathers = [j for j in range(own) if row[j][:2] == (stage, Kind.GATHER)]
             place = self.at.get(Action(stage, FEEDS.get(kind, Kind.NORM), batch))
-            return max([self.end[rank, j] for j in gathers] + ([self.end[place]] if place else []), default=0.0)
+            back = self.at.get(Action(stage, Kind.RELOAD, batch)) if kind in (Kind.B, Kind.I) else None
+            ends = [self.end[one] for one in (place, back) if one]
+            return max([self.end[rank, j] for j in gathers] + ends, default=0.0)
+        if kind is Kind.RELOAD:
+            return self.end[self.at[Action(stage, Kind.OFFLOAD, batch)]]
         if kind is Kind.STEP:
             ties = [tie for tie, copies in enumerate(self.program.ties) if stage in copies]
             awaited = [

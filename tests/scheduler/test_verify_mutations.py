@@ -104,6 +104,7 @@ def random_program(random: Random) -> Program:
         reduce=zero > 0 or random.random() < 0.3,
         zero=zero,
         early=random.random() < 0.5,
+        offload={stage: random.randint(1, 2) for stage in range(stages) if random.random() < 0.4},
         meta=random.choice(((), (0,))),
         prefetch=random.randint(0, 2),
     )
