@@ -92,6 +92,9 @@ class Executor:
         self._split = {
             stage: {a.microbatch for a in self._row if a.kind is Kind.I and a.stage == stage} for stage in stages
         }
+        self._moved = {
+            stage: {a.microbatch for a in self._row if a.kind is Kind.OFFLOAD and a.stage == stage} for stage in stages
+        }
         self._timings = Timings(self._row.codes)
         self._pending = Pending([])
         self._last_scatter = {a.stage: a for a in self._row if a.kind is Kind.SCATTER}
@@ -111,6 +114,8 @@ class Executor:
             Kind.REDUCE: self._compile_reduce,
             Kind.TIE: self._compile_tie,
             **dict.fromkeys(_OF_AN_OPTIMIZER, self._compile_update),
+            Kind.OFFLOAD: self._compile_move,
+            Kind.RELOAD: self._compile_move,
         }
         messages: dict[Kind, Callable[[Port, int, Message], None]] = {
             Kind.SEND_F: Port.send_forward,
@@ -153,6 +158,11 @@ class Executor:
     def _compile_weight(self, action: Action) -> Step:
         prepare, run = self._with_weights(action.stage, self._reap), self._stages[action.stage].backward_weight
         return Step(str(action), action, prepare, run, (action.microbatch,))
+
+    def _compile_move(self, action: Action) -> Step:
+        stage = self._stages[action.stage]
+        run = stage.offload if action.kind is Kind.OFFLOAD else stage.reload
+        return Step(str(action), action, None, run, (action.microbatch,))
 
     def _crosses_ranks(self, boundary: int) -> bool:
         """Whether there is a boundary before stage ``boundary``, and its stages are on different ranks."""
@@ -245,7 +255,7 @@ class Executor:
         for port in self._ports.values():
             port.sizes = sizes
         for stage in self._stages.values():
-            stage.begin(data, self._split[stage.index])
+            stage.begin(data, self._split[stage.index], self._moved[stage.index])
         for total in self.sums:
             total.begin(data.scale)
         if self._sharding is not None and self._sharding.optimizer.zero and data.recording:

@@ -18,7 +18,7 @@ from pipert.engine.build import build, weigh
 from pipert.engine.loss import CountFunction, LossFunction, Widened, default_count
 from pipert.engine.norm import gradient_norm, multiply, norm_of
 from pipert.engine.planner import Planner
-from pipert.engine.programs import ProgramKey, Programs, ScheduleSource
+from pipert.engine.programs import Offload, ProgramKey, Programs, ScheduleSource, kept_by_stage
 from pipert.engine.recompute import RecomputeSetting, per_stage
 from pipert.engine.refusals import together
 from pipert.engine.result import StepResult
@@ -82,6 +82,8 @@ class Pipeline:
         recompute: what is computed again in the backward instead of kept: ``none``, the attention between its
             projections (``selective``; other layers by ``recompute_me``), every ``block``, or stages in ``full``; or
             one of them for each stage, or ``{stage: mode}``. See `pipert.engine.recompute`.
+        offload: how many micro-batches of every stage keep their activations on the device, or ``{stage: number}`` for
+            some stages; those of others wait in host memory for their backward. None: all stay.
         count_fn: what a micro-batch's targets count; by default the targets that are not ignored where they are class
             indices (``loss_fn.ignore_index``, else -100), else their elements.
         seed: of initial weights on the meta device, and of dropout.
@@ -128,8 +130,9 @@ class Pipeline:
         precision: Precision | str | None = None,
         loss_scale: LossScale | None = None,
         auto: AutoOptions | None = None,
+        offload: Offload = None,
     ) -> None:
-        self.mesh, searched = mesh, schedule == "auto"
+        self.mesh, searched, self._offload = mesh, schedule == "auto", offload
 
         def decide() -> tuple[Settings, Programs | None, TracedModel]:
             where = usable_device(device)
@@ -150,6 +153,7 @@ class Pipeline:
                 exact,
                 loss_scale,
                 auto,
+                offload,
             )
             made = None if searched else self._make_programs(schedule, microbatches, chunks)
             if made is not None:
@@ -188,7 +192,7 @@ class Pipeline:
     # ---- construction ----------------------------------------------------------------------------------------------
 
     def _make_programs(self, source: ScheduleSource, microbatches: int, chunks: int) -> Programs:
-        return Programs(source, self.mesh.pp, microbatches, chunks, self._semantics, reduce=self._sums)
+        return Programs(source, self.mesh.pp, microbatches, chunks, self._semantics, self._sums, self._offload)
 
     @property
     def _semantics(self) -> Semantics:
@@ -196,11 +200,11 @@ class Pipeline:
 
     def _cut(self) -> Partition:
         placement = self._programs.placement
+        keep = kept_by_stage(self._offload, placement.num_stages)
+        lives = in_flight(self._programs.schedule(self._settings.microbatches))
         limits = [
-            StageLimit(in_flight=live, recompute=mode)
-            for live, mode in zip(
-                in_flight(self._programs.schedule(self._settings.microbatches)), self._recompute, strict=True
-            )
+            StageLimit(in_flight=min(live, keep.get(stage, live) + 1), recompute=mode)
+            for stage, (live, mode) in enumerate(zip(lives, self._recompute, strict=True))
         ]
         precision = self._settings.precision or Precision()
         state = precision.state_bytes() / precision.parameters.itemsize

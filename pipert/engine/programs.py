@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pipert.engine.auto import AutoPlan
@@ -18,6 +18,8 @@ from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.semantics import Semantics
 from pipert.scheduler.verify import Proof, verify
 
+#: How many micro-batches stay on the device in every stage, or for some stages by number; None: all.
+Offload = int | Mapping[int, int] | None
 #: A schedule's name, a schedule, or a function from (ranks, micro-batches) to one.
 ScheduleSource = str | Schedule | Callable[[int, int], Schedule]
 
@@ -55,6 +57,7 @@ class Programs:
         chunks: stages a rank, for schedules by name.
         semantics: the transport's message rules.
         reduce: whether gradients are summed over replicas.
+        offload: how many micro-batches of each stage stay on the device, or for which stages; None: all.
         capacity: how many programs are kept.
 
     Attributes:
@@ -70,6 +73,7 @@ class Programs:
         chunks: int,
         semantics: Semantics,
         reduce: bool,
+        offload: Offload = None,
         capacity: int = 64,
     ) -> None:
         self._source, self._ranks, self._chunks = source, ranks, chunks
@@ -83,6 +87,7 @@ class Programs:
                 f"schedule for {ranks} ranks"
             )
         self.placement: Placement = first.placement
+        self._offload = kept_by_stage(offload, first.placement.num_stages)
         self.name = first.name
 
     def proof(self, key: ProgramKey) -> Proof:
@@ -133,6 +138,7 @@ class Programs:
             zero=key.zero,
             alike=key.alike,
             early=key.early,
+            offload=self._offload,
         )
 
     def update(self, parts: tuple[Kind, ...], zero: int) -> Program:
@@ -187,6 +193,26 @@ class Programs:
                 "other numbers"
             )
         return self._source
+
+
+def kept_by_stage(offload: Offload, stages: int) -> dict[int, int]:
+    """For each stage that moves activations to host memory how many micro-batches stay on the device.
+
+    Raises:
+        ConfigError: there is no such stage, or less than one micro-batch stays.
+    """
+    keep = (
+        {}
+        if offload is None
+        else dict(offload if isinstance(offload, Mapping) else dict.fromkeys(range(stages), offload))
+    )
+    for stage, number in keep.items():
+        if stage not in range(stages) or isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ConfigError(
+                f"offload = {offload!r:.80}: give how many micro-batches stay on the device (1 or more) for all "
+                f"stages, or as {{stage: number}} for some of the stages 0 to {stages - 1}"
+            )
+    return keep
 
 
 def forward_schedule(placement: Placement, microbatches: int) -> Schedule:

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipert.engine.auto import AutoOptions
 from pipert.engine.loss import Averaging, CountFunction, LossFunction
-from pipert.engine.programs import ScheduleSource
+from pipert.engine.programs import Offload, ScheduleSource
 from pipert.engine.recompute import RecomputeSetting
 from pipert.errors import ConfigError
 from pipert.optim.loss_scale import LossScale
@@ -42,6 +42,7 @@ class Settings:
     precision: Precision | None = None
     loss_scale: LossScale | None = None
     auto: AutoOptions | None = None
+    offload: Offload = None
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "chunks"):
@@ -78,6 +79,7 @@ class Settings:
             "microbatches": self.microbatches,
             "chunks": self.chunks,
             "recompute": str(self.recompute),
+            "offload": str(self.offload),
             "seed": self.seed,
             "dynamic": self.dynamic,
             "cuts": None if self.cuts is None else repr(list(self.cuts)),

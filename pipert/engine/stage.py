@@ -14,6 +14,7 @@ from pipert.engine.blocks import BlockRunner, uses_global_random
 from pipert.engine.boundary import Entry, Handover
 from pipert.engine.deferred import Deferred, run_backward
 from pipert.engine.loss import LossFunction, weighted
+from pipert.engine.offload import Mover, Saved
 from pipert.engine.recompute import Recompute, recomputed
 from pipert.errors import ConfigError
 from pipert.graph.stage import StageModule
@@ -96,11 +97,21 @@ class Stage:
         self._step = StepData(False, 0, (), ())
         self._recording = False
         self._split: Collection[int] = ()
+        self._moved: Collection[int] = ()
+        self._mover: Mover | None = None
         module.call = self._runner
 
-    def begin(self, step: StepData, split: Collection[int] = ()) -> None:
-        """Get ready for a step, in which the backwards of the micro-batches ``split`` run in two halves."""
-        self._step, self._split = step, split
+    def begin(self, step: StepData, split: Collection[int] = (), moved: Collection[int] = ()) -> None:
+        """Get ready for a step.
+
+        Args:
+            step: what it needs.
+            split: micro-batches whose backwards run in two halves.
+            moved: micro-batches whose activations go to host memory in between.
+        """
+        self._step, self._split, self._moved = step, split, moved
+        if moved and self._mover is None:
+            self._mover = Mover(self.device)
         self._recording = step.recording and self.index >= step.trainable_from
         self.find_memories()
 
@@ -119,7 +130,8 @@ class Stage:
             what the next stage gets; None on the last stage, which computes the loss.
         """
         entry = self._runner.deferred = None
-        with torch.set_grad_enabled(self._recording):
+        saved = Saved(self._mover, self._memories) if self._mover and microbatch in self._moved else None
+        with torch.set_grad_enabled(self._recording), saved.saving() if saved else nullcontext():
             if handover is None:
                 value, self._step.inputs[microbatch] = self._step.inputs[microbatch], None
             elif self._recording and handover.spec.with_gradient:
@@ -138,7 +150,7 @@ class Stage:
         if self._recording:
             seeds: list[torch.Tensor | None] = [torch.ones_like(root) for root in roots] if result is None else []
             edges = [get_gradient_edge(root) for root in roots]
-            self.live[microbatch] = _Live(entry, edges, seeds, self._runner.deferred)
+            self.live[microbatch] = _Live(entry, edges, seeds, self._runner.deferred, saved)
         return result
 
     def _run(self, value: Any) -> Any:
@@ -175,6 +187,18 @@ class Stage:
         """Copy what shares memory with parameters or buffers: those may change while it is still on its way."""
         tensors = [tensor.clone() if _memory(tensor) in self._memories else tensor for tensor in handover.tensors]
         return Handover(handover.spec, tensors)
+
+    def offload(self, microbatch: int) -> None:
+        """Move what the forward keeps for the backward to host memory."""
+        saved = self.live[microbatch].saved
+        assert saved is not None
+        saved.offload()
+
+    def reload(self, microbatch: int) -> None:
+        """Bring it back."""
+        saved = self.live[microbatch].saved
+        assert saved is not None
+        saved.reload()
 
     def backward(self, microbatch: int, gradients: Gradients) -> list[torch.Tensor | None]:
         """Run a micro-batch backward; its activations are free afterwards.
@@ -226,6 +250,9 @@ class Stage:
         pairs = zip(live.edges, list(gradients) or live.seeds, strict=True)
         used = [(edge, seed) for edge, seed in pairs if seed is not None]
         live.edges, live.seeds = [], []
+        if live.saved is not None and self._mover is not None:
+            self._mover.wait()
+            live.saved = None
         edges, seeds = [edge for edge, _ in used], [seed for _, seed in used]
         if edges and self._step.weights[microbatch]:
             with _outside_autocast(self.device.type):
@@ -260,12 +287,14 @@ class _Live:
         seeds: the gradients with which it starts, as far as they are known: on the last stage the loss's with respect
             to itself.
         deferred: what its backward puts off, if that runs in two halves and a gradient flows back.
+        saved: what its graph keeps, if that is moved to host memory.
     """
 
     entry: Entry | None
     edges: list[GradientEdge]
     seeds: list[torch.Tensor | None]
     deferred: Deferred | None
+    saved: Saved | None = None
 
 
 def _outside_autocast(device: str) -> AbstractContextManager[None]:

@@ -103,11 +103,9 @@ class _Stage:
                 yield self._bring()
 
     def _move_out(self, turn: int) -> Iterator[Action]:
-        while self.movable and -self.movable[0][0] <= turn:  # over already
-            heapq.heappop(self.movable)
         while self.movable and len(self.here) > self.keep:
             order, microbatch = heapq.heappop(self.movable)
-            if microbatch in self.here:
+            if -order > turn:  # else only its W is to come, which needs no activations
                 self.here.remove(microbatch)
                 heapq.heappush(self.away, (-order, microbatch))
                 yield Action(self.number, Kind.OFFLOAD, microbatch)
