@@ -158,7 +158,7 @@ durations = st.integers(0, 20).map(lambda quarters: quarters / 4)
 def costs_for(draw: st.DrawFn, stages: int) -> Costs:
     each = st.lists(durations, min_size=stages, max_size=stages)
     names = ["forward", "backward", "input_gradient", "weight_gradient", "comm", "meta", "reduce", "tie"]
-    names += ["scatter", "gather", "norm", "step"]
+    names += ["scatter", "gather", "norm", "step", "offload", "reload"]
     return Costs(**{name: draw(each | durations) for name in names})
 
 
@@ -173,6 +173,7 @@ def by_kind(costs: Costs, stages: int) -> dict[tuple[Kind, int], float]:
         fields = {Kind.F: costs.forward, Kind.B: costs.backward, Kind.I: costs.input_gradient}
         fields |= {Kind.W: costs.weight_gradient, Kind.REDUCE: costs.reduce, Kind.TIE: costs.tie, Kind.FREE: 0.0}
         fields |= {Kind.SCATTER: costs.scatter, Kind.GATHER: costs.gather, Kind.NORM: costs.norm, Kind.STEP: costs.step}
+        fields |= {Kind.OFFLOAD: costs.offload, Kind.RELOAD: costs.reload}
         for kind, value in fields.items():
             result[kind, stage] = at(value, stage)
         for kind, (_, offset) in COUNTERPART.items():
