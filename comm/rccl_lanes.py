@@ -140,8 +140,10 @@ def launch(operations: Sequence[Operation], settle: Callable[[Sequence[Lane]], N
         try:
             for each in operations:
                 each.lane.library.call(each.function, *each.arguments, each.lane.comm, each.lane.stream.pointer)
-        finally:
-            settled = first.library.call("ncclGroupEnd")
+        except BaseException:
+            first.library.functions.ncclGroupEnd()  # fails for the same reason
+            raise
+        settled = first.library.call("ncclGroupEnd")
     if not settled:
         settle(list(by_lane))
     for lane, own in by_lane.items():

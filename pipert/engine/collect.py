@@ -29,7 +29,8 @@ def collect(tensors: Mapping[str, torch.Tensor], transport: Transport, root: int
     if transport.rank != root:
         for number, tensor in enumerate(tensors.values()):
             tag = number % transport.tag_bound
-            transport.wait(transport.isend(tensor.detach().contiguous(), root, tag), "collecting tensors", root)
+            request = transport.control.isend(tensor.detach().cpu().contiguous(), root, tag)
+            transport.wait(request, "collecting tensors", root)
         return {}
     collected: Collected = {}
     for rank, content in enumerate(contents):
@@ -38,7 +39,7 @@ def collect(tensors: Mapping[str, torch.Tensor], transport: Transport, root: int
                 tensor = tensors[name].detach().cpu().clone()
             else:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-                request = transport.irecv(tensor, rank, number % transport.tag_bound)
+                request = transport.control.irecv(tensor, rank, number % transport.tag_bound)
                 transport.wait(request, f"collecting {name}", rank)
             collected.setdefault(name, {})[rank] = tensor
     return collected

@@ -44,6 +44,7 @@ def measure_links(transport: Transport, nbytes: int, device: torch.device) -> tu
     Returns:
         the link from each rank to the next, the same on every rank.
     """
+    transport.connect((rank, (rank + 1) % transport.size) for rank in range(transport.size))
     mine = Link()
     for first in range(transport.size if transport.size > 1 else 0):
         second = (first + 1) % transport.size

@@ -16,7 +16,10 @@ from pipert.comm.mesh import Mesh
 from pipert.comm.mixed import MixedTransport
 from pipert.comm.transport import Transport
 from pipert.engine import programs
+from pipert.engine.collect import collect
+from pipert.engine.links import measure_links
 from pipert.engine.pipeline import Pipeline
+from pipert.optim.zero import ZeroAdamW
 from pipert.scheduler.action import Kind
 from pipert.scheduler.errors import ScheduleError
 from pipert.scheduler.program import Program
@@ -167,3 +170,39 @@ def test_exchanges_travel_in_groups() -> None:
 
     spans = run_ranks(2, rank)
     assert [opened.count(rank) for rank in (0, 1)] == spans and max(spans) > 0
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_shards_of_replicas_are_exchanged_over_rccl(zero: int) -> None:
+    model = gpt(layers=4, hidden=16, tied=True)
+    steps = [[tokens(4, seed=2 * s), tokens(4, seed=2 * s + 1)] for s in range(2)]
+
+    def rank(transport: Transport) -> dict[str, Any]:
+        mesh = Mesh.from_transport(PAIR(transport), pp=2, dp=2)
+        pipe = Pipeline(copy.deepcopy(model), token_loss, mesh, schedule="1f1b", microbatches=2)
+        optim = ZeroAdamW(pipe, zero=zero, lr=0.01, weight_decay=0.01)
+        for step in steps:
+            pipe.step(step[mesh.dp_rank])
+            optim.step()
+            optim.zero_grad()
+        with optim.gathered():
+            weights = {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
+        mesh.close()
+        return weights
+
+    plain = [[parts(batch, 2) for batch in step] for step in steps]
+    wanted = run_plain(model, token_loss, plain, optimizer=ADAMW).weights
+    for weights in run_ranks(4, rank):
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, wanted[name], rtol=1e-10, atol=1e-10)
+
+
+def test_links_are_measured_and_tensors_collected_over_the_mixture() -> None:
+    def rank(transport: Transport) -> Any:
+        mesh = Mesh.from_transport(PAIR(transport), pp=3)
+        links = measure_links(mesh.pp_group, 4096, torch.device("cpu"))
+        found = collect({"x": torch.full((2, 3), float(mesh.rank)).t()}, mesh.pp_group)
+        mesh.close()
+        return len(links), {owner: float(tensor[0, 0]) for owner, tensor in found.get("x", {}).items()}
+
+    assert run_ranks(3, rank) == [(3, {0: 0, 1: 1, 2: 2}), (3, {}), (3, {})]
