@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +17,8 @@ from pipert.models.gpt import GPT
 from pipert.models.loss import CausalLMLoss
 from pipert.optim.groups import decay_groups
 from pipert.optim.learning_rate import LearningRate
+from pipert.optim.precision import HALF
+from pipert.optim.zero import ZeroAdamW
 
 
 def check_mesh(config: Config, mesh: Mesh) -> None:
@@ -59,9 +60,11 @@ def make_pipeline(config: Config, mesh: Mesh, example: object = None, *, dtype: 
         chunks=parallel.chunks,
         example=example,
         recompute=parallel.recompute,
+        offload=parallel.offload,
         auto=AutoOptions(in_flight=parallel.in_flight) if parallel.schedule == "auto" else None,
         seed=config.run.seed,
         dtype=dtype,
+        precision=config.run.precision if dtype is None else None,
     )
 
 
@@ -76,12 +79,11 @@ class HasParameters(Protocol):
 def make_optimizer(config: Config, model: HasParameters) -> torch.optim.Optimizer:
     """The configured optimizer over the parameters of a pipeline's rank, or of a model."""
     settings = config.optimizer
-    return torch.optim.AdamW(
-        decay_groups(model.named_parameters(), settings.weight_decay),
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-    )
+    groups = decay_groups(model.named_parameters(), settings.weight_decay)
+    options: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    if isinstance(model, Pipeline) and any(p.dtype in HALF for p in model.parameters()):
+        return ZeroAdamW(model, groups, **options)  # has masters in fp32
+    return torch.optim.AdamW(groups, **options)
 
 
 def make_learning_rate(config: Config) -> LearningRate:
@@ -121,10 +123,10 @@ class Updater:
         """Clip, step and clear the gradients; returns whether the weights changed. Every rank calls it."""
         for group in self._optimizer.param_groups:
             group["lr"] = self.rate
-        self.norm = self._pipe.clip_grad_norm_(self._clip) if self._clip else self._pipe.grad_norm()
-        finite = math.isfinite(self.norm)  # the same norm, so the same decision, on every rank
-        if finite:
+        decision = self._pipe.decide(self._clip or None)
+        self.norm = decision.norm
+        if decision.apply:
             self._optimizer.step()
             self.updates += 1
         self._optimizer.zero_grad()
-        return finite
+        return decision.apply

@@ -98,6 +98,11 @@ def verify_run(config: Config, mesh: Mesh, steps: int = 3, dtype: torch.dtype | 
     """
     if steps < 1:
         raise ConfigError(f"steps = {steps} must be at least 1")
+    if dtype is None and config.run.precision in ("bf16", "fp16"):
+        raise ConfigError(
+            f"run.precision = {config.run.precision} rounds more than layouts may differ; compare in float64 "
+            "(--dtype float64)"
+        )
     text = open_text(config, mesh)
     windows = TokenWindows(text.train, config.model.sequence)
     layout = _Layout(config, mesh, windows, dtype)

@@ -89,6 +89,7 @@ class ParallelConfig(Section):
         micro_batch: sequences a micro-batch.
         recompute: activations computed again in the backward pass instead of kept: none, those of
             attention (selective), those inside each block, or everything inside a stage.
+        offload: micro-batches whose activations each stage keeps on the device; those of others wait in host memory.
     """
 
     pp: AtLeastOne = 1
@@ -100,6 +101,7 @@ class ParallelConfig(Section):
     in_flight: AtLeastOne | None = None
     micro_batch: AtLeastOne = 1
     recompute: Literal["none", "selective", "block", "full"] = "none"
+    offload: AtLeastOne | None = None
 
     @property
     def world(self) -> int:
@@ -113,6 +115,7 @@ class RunConfig(Section):
     Attributes:
         steps: optimizer steps.
         seed: of initial weights, dropout and the order of samples.
+        precision: of weights and activations; half precision has fp32 masters and sums, fp16 a dynamic loss scale.
         eval_every: steps between evaluations; there is one before the first step and one after the last.
         eval_samples: held-out sequences an evaluation, at most.
         timeline_every: steps between measurements of the bubble.
@@ -123,6 +126,7 @@ class RunConfig(Section):
 
     steps: AtLeastOne
     seed: NotNegative = 0
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     eval_every: AtLeastOne = 50
     eval_samples: AtLeastOne = 64
     timeline_every: AtLeastOne = 10

@@ -18,6 +18,7 @@ from pipert.engine.reference import reference_step
 from pipert.errors import ConfigError
 from pipert.models.loss import CausalLMLoss
 from pipert.optim import LossScale, Precision
+from pipert.optim.zero import ZeroAdamW
 from tests.engine.world import Outcome, assert_same, gpt, run_pipeline, tokens, tower, vectors
 
 LAYOUTS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 1)]
@@ -245,3 +246,62 @@ def test_ranks_with_other_loss_scales_refuse_the_step() -> None:
             pipe.step(tuple(tensor.half() for tensor in vectors(4)))
 
     run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_training_with_masters_is_bitwise_one_rank(schedule: str) -> None:
+    model, batch = gpt(torch.float32, layers=5, sequence=8, dropout=0.1), tokens(4, 8)
+
+    def weights(pp: int) -> dict[str, torch.Tensor]:
+        copies = [copy.deepcopy(model) for _ in range(pp)]
+
+        def rank(transport: Any) -> dict[str, torch.Tensor]:
+            name = schedule if pp > 1 else "gpipe"
+            pipe = Pipeline(
+                copies[transport.rank],
+                CausalLMLoss(),
+                Mesh.local(pp=pp),
+                schedule=name,
+                microbatches=4,
+                precision="bf16",
+            )
+            optim = ZeroAdamW(pipe, lr=1e-3, clip=1.0)
+            for _ in range(3):
+                pipe.step(batch)
+                optim.step()
+                optim.zero_grad()
+            return {name: p.detach().clone() for name, p in pipe.named_parameters()}
+
+        return {name: weight for found in run_ranks(pp, rank) for name, weight in found.items()}
+
+    one, four = weights(1), weights(4)
+    assert one.keys() == four.keys()
+    assert all(torch.equal(one[name], four[name]) for name in one if name != "embedding.weight")
+    torch.testing.assert_close(one["embedding.weight"], four["embedding.weight"], rtol=0.02, atol=2e-3)  # tied
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_an_overflow_in_one_replica_leaves_weights_moments_and_count_as_they_are(early: bool) -> None:
+    batch = tuple(tensor.half() for tensor in vectors(4))
+
+    def rank(transport: Any) -> tuple[list[float], bool, bool]:
+        mesh = Mesh.local(pp=2, dp=2)
+        pipe = Pipeline(tower(4, dtype=torch.float32), F.mse_loss, mesh, microbatches=2, precision="fp16")
+        optim = ZeroAdamW(pipe, lr=1e-2, zero=1, early=early)
+
+        def step(bad: bool = False) -> str:
+            hook = next(iter(pipe.modules.values())).register_forward_hook(lambda *a: a[-1] * math.inf) if bad else None
+            pipe.step(batch)
+            if hook:
+                hook.remove()
+            optim.step()
+            optim.zero_grad()
+            return repr([p.detach().tolist() for p in pipe.parameters()]) + repr(optim.state_dict())
+
+        first, scales = step(), [pipe.loss_scale.scale]
+        second = step(bad=transport.rank == 3)
+        scales.append(pipe.loss_scale.scale)
+        third = step()
+        return scales, first == second, second == third
+
+    assert run_ranks(4, rank) == [([2.0**16, 2.0**15], True, False)] * 4
