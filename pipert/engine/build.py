@@ -19,6 +19,8 @@ from pipert.engine.kernels import prepare
 from pipert.engine.parameters import ParameterBook, Tie, find_ties, ranks_of
 from pipert.engine.refusals import together
 from pipert.engine.settings import Settings
+from pipert.engine.spread import SpreadModel
+from pipert.engine.vocabulary import VocabularyPart
 from pipert.errors import ConfigError
 from pipert.graph.estimate import estimate
 from pipert.graph.model_graph import ModelGraph
@@ -45,6 +47,7 @@ class Parts:
         book: this rank's parameters.
         ties: the parameters that several stages hold.
         tie_groups: for each tie the ranks that sum it; None where this rank holds no copy or has nobody to sum with.
+        vocabulary: this rank's rows of a spread vocabulary; None where it is in stages.
     """
 
     graph: ModelGraph
@@ -53,6 +56,7 @@ class Parts:
     book: ParameterBook
     ties: tuple[Tie, ...]
     tie_groups: tuple[Transport | None, ...]
+    vocabulary: VocabularyPart | None = None
 
 
 def weigh(traced: TracedModel, settings: Settings, mesh: Mesh, stages: int, halves: bool = False) -> ModelGraph:
@@ -107,17 +111,34 @@ def _check_alike(facts: list[dict[str, object]]) -> None:
 
 
 def build(
-    traced: TracedModel, graph: ModelGraph, assignment: Assignment, placement: Placement, mesh: Mesh, settings: Settings
+    traced: TracedModel,
+    graph: ModelGraph,
+    assignment: Assignment,
+    placement: Placement,
+    mesh: Mesh,
+    settings: Settings,
+    spread: SpreadModel | None = None,
 ) -> Parts:
     """Build this rank's stages, and make tied copies and replicas equal. Collective over the mesh.
 
     A model on the meta device gets memory for the blocks of these stages only.
 
+    Args:
+        traced: the model.
+        graph: with costs.
+        assignment: for each stage the names of its blocks.
+        placement: the rank of every stage.
+        mesh: all ranks.
+        settings: what the user said.
+        spread: the model without its vocabulary, where that is spread over all ranks.
+
     Raises:
         PartitionError: the stages' parameters do not add up to the model's.
         ConfigError: a block on the meta device cannot be initialised.
     """
-    own = placement.stages_of(mesh.pp_group.rank)
+    own, whole = placement.stages_of(mesh.pp_group.rank), graph
+    if spread is not None:
+        traced, graph = spread.rest, spread.graph
     blocks = [name for stage in own for name in assignment[stage]]
     traced = replace(traced, blocks={**traced.blocks, **_own_copies(traced, blocks, mesh.world)})
 
@@ -132,12 +153,17 @@ def build(
         return modules
 
     modules = together(mesh.world, make)
+    part = together(mesh.world, lambda: _part(spread, own[0], mesh, settings))
     ties = find_ties(graph, assignment)
-    book = together(mesh.world, lambda: ParameterBook(graph, modules, ties))
+    book = together(mesh.world, lambda: ParameterBook(graph, modules, ties, part, whole))
     groups = tuple(_tie_group(tie, placement, mesh) for tie in ties)
     _make_equal(modules, book, ties, groups, placement, mesh)
     _check_totals(graph, assignment, modules, mesh)
-    return Parts(graph, assignment, modules, book, ties, groups)
+    return Parts(graph, assignment, modules, book, ties, groups, part)
+
+
+def _part(spread: SpreadModel | None, home: int, mesh: Mesh, settings: Settings) -> VocabularyPart | None:
+    return None if spread is None else spread.part(mesh.pp_group.rank, mesh.pp, home, settings)
 
 
 def _own_copies(traced: TracedModel, blocks: list[str], world: Transport) -> dict[str, StageBlock]:
@@ -182,7 +208,8 @@ def _make_equal(
 
     What tensor-parallel ranks have whole they get from the first of them.
     """
-    tensors = list({id(t): t for module in modules.values() for t in _tensors(module)}.values())
+    held = [*(t for module in modules.values() for t in _tensors(module)), *(entry.parameter for entry in book)]
+    tensors = list({id(tensor): tensor for tensor in held}.values())
     if mesh.dp_group.size > 1:
         _broadcast(mesh.dp_group, tensors, 0)
     if mesh.tp_group.size > 1:

@@ -23,6 +23,7 @@ from pipert.engine.sizes import StepSizes
 from pipert.engine.stage import Gradients, Stage, StepData
 from pipert.engine.tags import message_tags
 from pipert.engine.timings import Timings
+from pipert.engine.vocabulary import SpreadVocabulary, VocabularyPart
 from pipert.errors import ConfigError
 from pipert.scheduler.action import Action, Kind
 from pipert.scheduler.dependencies import SUMS
@@ -62,6 +63,7 @@ class Executor:
         device: where received tensors live.
         rank: this rank's number in the world, for error messages.
         sharding: what an optimizer's actions do; None if the program has none.
+        part: this rank's rows of a spread vocabulary.
 
     Attributes:
         sums: what its REDUCE and TIE actions sum.
@@ -80,6 +82,7 @@ class Executor:
         device: torch.device,
         rank: int,
         sharding: Sharding | None = None,
+        part: VocabularyPart | None = None,
     ) -> None:
         self.program = program
         self._stages, self._reductions, self._ties, self._sharding = stages, reductions, ties, sharding
@@ -89,6 +92,7 @@ class Executor:
         self._last_tie = {action.microbatch: action for action in self._row if action.kind is Kind.TIE}
         self._outgoing: deque[Outgoing] = deque()
         self._ports = {stage: Port(stage, transport, device, self._outgoing) for stage in stages}
+        self._vocabulary = None if part is None else self._spread(part, device)
         self._split = {
             stage: {a.microbatch for a in self._row if a.kind is Kind.I and a.stage == stage} for stage in stages
         }
@@ -132,6 +136,8 @@ class Executor:
                 message = Message(action, self.program.peer(action), tags[action.code])
                 arguments = (self._ports[action.stage], action.microbatch, message)
                 steps.append(Step(str(action), action, None, messages[action.kind], arguments))
+            elif self._vocabulary is not None and action.kind in self._vocabulary.perform:
+                steps.append(self._compile_vocabulary(action, self._vocabulary))
             elif action.kind in kinds:
                 steps.append(kinds[action.kind](action))
             else:
@@ -142,15 +148,22 @@ class Executor:
         stage, port = action.stage, self._ports[action.stage]
         leaves = self._crosses_ranks(stage + 1)
         goal = port.leaving if leaves or stage + 1 == self.program.num_stages else self._ports[stage + 1].inputs
-        prepare = self._with_weights(stage, self._finish_forward if self._crosses_ranks(stage) else self._reap)
+        prepare = self._finish_forward if self._crosses_ranks(stage) else self._reap
+        if stage == 0 and self._vocabulary is not None:
+            prepare = self._finish_embedding
+        prepare = self._with_weights(stage, prepare)
         return Step(str(action), action, prepare, self._forward, (port, action.microbatch, self._stages[stage], goal))
 
     def _compile_backward(self, action: Action) -> Step:
         stage, port = action.stage, self._ports[action.stage]
-        goal = None
-        if stage > self.program.trainable_from:
-            goal = port.leaving_gradients if self._crosses_ranks(stage) else self._ports[stage - 1].gradients
-        prepare = self._with_weights(stage, self._finish_backward if self._crosses_ranks(stage + 1) else self._reap)
+        goal, spread = None, self.program.vocabulary
+        if stage > self.program.trainable_from or (stage == 0 and spread is not None and spread.embedding):
+            leaves = stage == 0 or self._crosses_ranks(stage)
+            goal = port.leaving_gradients if leaves else self._ports[stage - 1].gradients
+        prepare = self._finish_backward if self._crosses_ranks(stage + 1) else self._reap
+        if stage + 1 == self.program.num_stages and self._vocabulary is not None:
+            prepare = self._finish_hidden
+        prepare = self._with_weights(stage, prepare)
         half = action.kind is Kind.I
         run = self._stages[stage].backward_input if half else self._stages[stage].backward
         return Step(str(action), action, prepare, self._backward, (port, action.microbatch, run, goal))
@@ -163,6 +176,21 @@ class Executor:
         stage = self._stages[action.stage]
         run = stage.offload if action.kind is Kind.OFFLOAD else stage.reload
         return Step(str(action), action, None, run, (action.microbatch,))
+
+    def _spread(self, part: VocabularyPart, device: torch.device) -> SpreadVocabulary:
+        owners, stages = self.program.placement.owners, self.program.num_stages
+        uses = {Kind.SUM_H, Kind.T} & set(map(Kind, self._row.kinds.tolist()))
+        return SpreadVocabulary(part, self._transport, owners[0], owners[-1], self._ports, stages - 1, device, uses)
+
+    def _compile_vocabulary(self, action: Action, vocabulary: SpreadVocabulary) -> Step:
+        wait = vocabulary.prepare.get(action.kind)
+
+        def prepare(microbatch: int) -> None:
+            self._reap()
+            if wait is not None:
+                wait(microbatch)
+
+        return Step(str(action), action, prepare, vocabulary.perform[action.kind], (action.microbatch,))
 
     def _crosses_ranks(self, boundary: int) -> bool:
         """Whether there is a boundary before stage ``boundary``, and its stages are on different ranks."""
@@ -243,6 +271,8 @@ class Executor:
         if data is not None and sizes is not None:
             self._begin(data, sizes)
         try:
+            if self._vocabulary is not None and data is not None:
+                self._vocabulary.begin(data)
             self._run_steps(self._timings)
         except BaseException as error:
             reached = len(self._timings.ends)
@@ -307,10 +337,22 @@ class Executor:
         self._reap()
         port.finish_backward(microbatch)
 
+    def _finish_embedding(self, port: Port, microbatch: int, *_: object) -> None:
+        assert self._vocabulary is not None
+        self._reap()
+        self._vocabulary.finish_embedding(microbatch)
+
+    def _finish_hidden(self, port: Port, microbatch: int, *_: object) -> None:
+        assert self._vocabulary is not None
+        self._reap()
+        self._vocabulary.finish_hidden(microbatch)
+
     def _reap(self, *_: object) -> None:
         """Let go of what has been sent, and move sums on, without waiting."""
         while self._outgoing and self._outgoing[0].done():
             self._outgoing.popleft().check()
+        if self._vocabulary is not None:
+            self._vocabulary.reap()
         if self._pending:
             self._transport.progress()
 
@@ -321,6 +363,8 @@ class Executor:
             for request in outgoing.requests:
                 self._transport.wait(request, outgoing.doing, outgoing.peer)
             outgoing.check()
+        if self._vocabulary is not None:
+            self._vocabulary.finish()
         self._pending.finish()
 
 

@@ -33,6 +33,7 @@ class Report:
         trainable: the stages of this rank that have trainable parameters.
         pattern: digest of which parameters of this rank are trainable.
         ties: for each group of tied weights whether it is trainable here, or None where this rank holds no copy.
+        vocabulary: whether the rows of a spread embedding and head are trainable here; empty where it is not spread.
     """
 
     mode: str
@@ -43,6 +44,7 @@ class Report:
     trainable: tuple[int, ...] = ()
     pattern: str = ""
     ties: tuple[bool | None, ...] = ()
+    vocabulary: tuple[bool, ...] = ()
 
     def encode(self) -> bytes:
         """The report as JSON."""
@@ -74,6 +76,7 @@ class Agreement:
         trainable_from: the first stage with a trainable parameter; the number of stages if there is none.
         ties: which groups of tied weights are trainable.
         alike: whether all replicas have as many micro-batches.
+        vocabulary: whether a spread embedding and head are; empty where the vocabulary is not spread.
     """
 
     keys: tuple[tuple[str, ...], ...]
@@ -86,6 +89,7 @@ class Agreement:
     trainable_from: int
     ties: tuple[bool, ...]
     alike: bool
+    vocabulary: tuple[bool, ...] = ()
 
     @property
     def microbatches(self) -> int:
@@ -150,6 +154,7 @@ def agree(reports: Sequence[Report], position: Position) -> Agreement:
         trainable_from=min(trainable, default=position.stages),
         ties=ties,
         alike=len(set(map(len, samples))) == 1,
+        vocabulary=_check_vocabulary(reports),
     )
 
 
@@ -198,6 +203,16 @@ def _check_ties(reports: Sequence[Report]) -> tuple[bool, ...]:
             )
         result.append(held.pop())
     return tuple(result)
+
+
+def _check_vocabulary(reports: Sequence[Report]) -> tuple[bool, ...]:
+    for rank, report in enumerate(reports):
+        if report.vocabulary != reports[0].vocabulary:
+            raise ConfigError(
+                f"the rows of embedding and head are trainable {reports[0].vocabulary} on rank 0, {report.vocabulary} "
+                f"on rank {rank}; set requires_grad alike on all ranks"
+            )
+    return reports[0].vocabulary
 
 
 def _input_report(reports: Sequence[Report], position: Position, replica: int) -> Report:

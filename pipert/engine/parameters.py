@@ -8,6 +8,7 @@ from hashlib import blake2b
 
 from torch import nn
 
+from pipert.engine.vocabulary import VocabularyPart
 from pipert.errors import PartitionError
 from pipert.graph.model_graph import ModelGraph
 from pipert.graph.stage import StageModule
@@ -62,13 +63,22 @@ class ParameterBook:
         graph: the whole model.
         modules: this rank's stages.
         ties: see `find_ties`.
+        part: this rank's rows of a spread vocabulary; `graph` is the rest of the model then.
+        whole: all parameters of the model in order, where `graph` is not all of it.
 
     Raises:
         PartitionError: two stages of this rank hold a tied parameter as two objects.
     """
 
-    def __init__(self, graph: ModelGraph, modules: Mapping[int, StageModule], ties: Sequence[Tie]) -> None:
-        specs = [spec for block in graph.blocks for spec in block.parameters]
+    def __init__(
+        self,
+        graph: ModelGraph,
+        modules: Mapping[int, StageModule],
+        ties: Sequence[Tie],
+        part: VocabularyPart | None = None,
+        whole: ModelGraph | None = None,
+    ) -> None:
+        specs = [spec for block in (whole or graph).blocks for spec in block.parameters]
         identities = {spec.name: spec.identity for spec in specs}
         order = {name: i for i, name in enumerate(dict.fromkeys(spec.identity for spec in specs))}
         tie_of = {tie.name: number for number, tie in enumerate(ties)}
@@ -84,6 +94,10 @@ class ParameterBook:
                         f"{path} in stage {stage} is tied to {name} in stage {first.stage} of the same rank, but is "
                         "another object; keep tied parameters one object when stages are built"
                     )
+        if part is not None:
+            for path, parameter in part.parameters.items():
+                name = identities[path]
+                owned[name] = Owned(name, order[name], part.home, parameter, True, None)
         self._names = "\n".join(sorted(owned)).encode()
         self._stages = {stage: tuple(module.parameters()) for stage, module in modules.items()}
         self.owned: tuple[Owned, ...] = tuple(sorted(owned.values(), key=lambda entry: entry.order))

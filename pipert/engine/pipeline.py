@@ -23,8 +23,9 @@ from pipert.engine.recompute import RecomputeSetting, per_stage
 from pipert.engine.refusals import together
 from pipert.engine.result import StepResult
 from pipert.engine.session import Call, Session
-from pipert.engine.settings import Settings, usable_device
+from pipert.engine.settings import Settings, VocabularyPlace, usable_device
 from pipert.engine.sharding import Sharding
+from pipert.engine.spread import SpreadModel
 from pipert.engine.stage import Stage, warm_up
 from pipert.engine.tensor_parallel import check_model, over_vocabulary, shared_out
 from pipert.engine.timings import gather
@@ -47,6 +48,7 @@ from pipert.scheduler.search import Found
 from pipert.scheduler.semantics import Semantics
 from pipert.scheduler.timeline import Timeline
 from pipert.scheduler.verify import Proof
+from pipert.scheduler.vocabulary import Vocabulary
 
 
 class Pipeline:
@@ -97,6 +99,9 @@ class Pipeline:
             otherwise.
         loss_scale: how the loss scale moves; default ``LossScale()`` where there are fp16 parameters, else 1.
         auto: what ``schedule="auto"`` may do; by default it takes 1F1B's memory.
+        vocabulary: where embedding and head live: at the ``ends`` of the pipeline, as blocks of the first and the last
+            stage, or ``spread`` over all ranks by rows, which balances large vocabularies (docs/vocabulary.md). Then
+            backwards come two forwards later, and losses and gradients are those of one process to rounding.
 
     Attributes:
         mesh: the ranks.
@@ -131,8 +136,10 @@ class Pipeline:
         loss_scale: LossScale | None = None,
         auto: AutoOptions | None = None,
         offload: Offload = None,
+        vocabulary: VocabularyPlace = "ends",
     ) -> None:
-        self.mesh, searched, self._offload = mesh, schedule == "auto", offload
+        self.mesh, searched = mesh, schedule == "auto"
+        self._offload, self._spreads = offload, vocabulary == "spread"
 
         def decide() -> tuple[Settings, Programs | None, TracedModel]:
             where = usable_device(device)
@@ -154,7 +161,13 @@ class Pipeline:
                 loss_scale,
                 auto,
                 offload,
+                vocabulary,
             )
+            if settings.vocabulary == "spread" and mesh.tp > 1:
+                raise ConfigError(
+                    f"vocabulary = 'spread' with tp = {mesh.tp}: the rows are shared out among tensor-parallel ranks "
+                    "already; use one of the two"
+                )
             made = None if searched else self._make_programs(schedule, microbatches, chunks)
             if made is not None:
                 per_stage(recompute, made.placement.num_stages)
@@ -171,14 +184,15 @@ class Pipeline:
         self._loss_fn, self._whole = over_vocabulary(traced, loss_fn)
         stages = mesh.pp if programs is None else programs.placement.num_stages
         self.graph = weigh(traced, self._settings, mesh, stages, halves=searched)
-        self._planner = Planner(mesh, self._settings, self.graph, self._semantics)
+        self._spread = together(mesh.world, lambda: self._take_vocabulary(traced))
+        cut = self.graph if self._spread is None else self._spread.graph
+        self._planner = Planner(mesh, self._settings, cut, self._semantics)
         self._programs = programs or self._make_programs(self._planner.choose(), microbatches, 1)
-        number = self._programs.placement.num_stages
-        self._recompute = together(mesh.world, lambda: per_stage(recompute, number))
+        placement = self._programs.placement
+        self._recompute = together(mesh.world, lambda: per_stage(recompute, placement.num_stages))
         self.partition: Partition = together(mesh.world, self._cut)
-        owners = self._programs.placement.owners
-        mesh.pp_group.connect(pairwise(owners))
-        parts = build(traced, self.graph, self.partition.assignment, self._programs.placement, mesh, self._settings)
+        mesh.pp_group.connect(pairwise(placement.owners))
+        parts = build(traced, self.graph, self.partition.assignment, placement, mesh, self._settings, self._spread)
         self.proof: Proof = together(mesh.world, lambda: self._programs.proof(self._usual(parts.ties)))
         together(mesh.world, lambda: warm_up(set(self._recompute) != {"none"}))
         self._parts = parts
@@ -192,7 +206,9 @@ class Pipeline:
     # ---- construction ----------------------------------------------------------------------------------------------
 
     def _make_programs(self, source: ScheduleSource, microbatches: int, chunks: int) -> Programs:
-        return Programs(source, self.mesh.pp, microbatches, chunks, self._semantics, self._sums, self._offload)
+        return Programs(
+            source, self.mesh.pp, microbatches, chunks, self._semantics, self._sums, self._offload, self._spreads
+        )
 
     @property
     def _semantics(self) -> Semantics:
@@ -210,13 +226,29 @@ class Pipeline:
         state = precision.state_bytes() / precision.parameters.itemsize
         plan, cuts = self._programs.plan, self._settings.cuts
         cuts = cuts if plan is None or plan.cuts is None else plan.cuts
-        return partition_graph(self.graph, placement.num_stages, cuts=cuts, limits=limits, state=state)
+        return partition_graph(
+            self.graph,
+            placement.num_stages,
+            cuts=cuts,
+            limits=limits,
+            state=state,
+            spread_vocabulary=self._spread is not None,
+        )
+
+    def _take_vocabulary(self, traced: TracedModel) -> SpreadModel | None:
+        settings = self._settings
+        if settings.vocabulary == "ends":
+            return None
+        return SpreadModel.of(traced, self.graph, self.mesh.pp, settings.loss_fn)
 
     def _usual(self, ties: Sequence[Any]) -> ProgramKey:
-        return ProgramKey(self._settings.microbatches, 0, ties=tuple(tie.stages for tie in ties))
+        vocabulary = None if self._spread is None else Vocabulary()
+        return ProgramKey(self._settings.microbatches, 0, ties=tuple(tie.stages for tie in ties), vocabulary=vocabulary)
 
     def _stages(self) -> dict[int, Stage]:
         last, settings = self._programs.placement.num_stages - 1, self._settings
+        if self._spread is not None:
+            last = -1  # no stage has the loss
         half = settings.precision is not None and settings.precision.parameters in HALF
         loss_fn = Widened(self._loss_fn) if half else self._loss_fn
         stages = {}

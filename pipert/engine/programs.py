@@ -11,12 +11,17 @@ from pipert.errors import BatchError, ConfigError
 from pipert.scheduler.action import Action, Kind
 from pipert.scheduler.generators.registry import generate
 from pipert.scheduler.lower import lower
+from pipert.scheduler.lower.delay import delay_backwards
 from pipert.scheduler.lower.updates import update_program
 from pipert.scheduler.placement import Placement
 from pipert.scheduler.program import Program
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.semantics import Semantics
 from pipert.scheduler.verify import Proof, verify
+from pipert.scheduler.vocabulary import Vocabulary
+
+#: With a spread vocabulary: forwards between a micro-batch's own and its backward, on top of the schedule's.
+LAG = 2
 
 #: How many micro-batches stay on the device in every stage, or for some stages by number; None: all.
 Offload = int | Mapping[int, int] | None
@@ -36,6 +41,7 @@ class ProgramKey:
         zero: the ZeRO stage.
         alike: whether all replicas have as many micro-batches.
         early: whether each stage is updated as soon as its gradients are whole.
+        vocabulary: what is trained of a spread vocabulary; None where it is not spread.
     """
 
     microbatches: int
@@ -45,6 +51,7 @@ class ProgramKey:
     zero: int = 0
     alike: bool = True
     early: bool = False
+    vocabulary: Vocabulary | None = None
 
 
 class Programs:
@@ -58,6 +65,8 @@ class Programs:
         semantics: the transport's message rules.
         reduce: whether gradients are summed over replicas.
         offload: how many micro-batches of each stage stay on the device, or for which stages; None: all.
+        spread: whether the vocabulary is spread over all ranks. Then backwards come `LAG` forwards later, for the ranks
+            need that time to compute a micro-batch's loss together.
         capacity: how many programs are kept.
 
     Attributes:
@@ -74,10 +83,11 @@ class Programs:
         semantics: Semantics,
         reduce: bool,
         offload: Offload = None,
+        spread: bool = False,
         capacity: int = 64,
     ) -> None:
         self._source, self._ranks, self._chunks = source, ranks, chunks
-        self._semantics, self._reduce, self._capacity = semantics, reduce, capacity
+        self._semantics, self._reduce, self._spread, self._capacity = semantics, reduce, spread, capacity
         self._proofs: OrderedDict[ProgramKey, Proof] = OrderedDict()
         self._updates: dict[tuple[tuple[Kind, ...], int], Program] = {}
         first = self._generate(microbatches)
@@ -113,14 +123,15 @@ class Programs:
 
     def schedule(self, microbatches: int) -> Schedule:
         """The schedule for a number of micro-batches."""
-        return self._generate(microbatches)
+        schedule = self._generate(microbatches)
+        return delay_backwards(schedule, LAG) if self._spread else schedule
 
     def _lower(self, key: ProgramKey) -> Program:
         evaluation = key.trainable_from == self.placement.num_stages
         if evaluation and not self._has(key.microbatches):
             schedule = forward_schedule(self.placement, key.microbatches)
         else:
-            schedule = self._generate(key.microbatches)
+            schedule = self.schedule(key.microbatches)
         if schedule.placement != self.placement:
             raise ConfigError(
                 f"the schedule for {key.microbatches} micro-batches places the stages on ranks "
@@ -139,6 +150,7 @@ class Programs:
             alike=key.alike,
             early=key.early,
             offload=self._offload,
+            vocabulary=key.vocabulary,
         )
 
     def update(self, parts: tuple[Kind, ...], zero: int) -> Program:

@@ -39,6 +39,7 @@ from pipert.optim.precision import accumulates_in
 from pipert.randomness import Draw
 from pipert.scheduler.action import Kind
 from pipert.scheduler.program import Program
+from pipert.scheduler.vocabulary import Vocabulary
 
 _Result = TypeVar("_Result")
 
@@ -116,6 +117,10 @@ class Session:
         """
         if self._broken is not None:
             raise ConfigError(f"an earlier step of this pipeline failed ({self._broken!r:.200}); start the job again")
+        if call.outputs and self._parts.vocabulary is not None:
+            raise ConfigError(
+                "outputs=True asks for whole logits, which no rank has where the vocabulary is spread; leave it out"
+            )
         tell, name = self._mesh.world.report, "step" if call.training else "eval_step"
         tell(f"pulling the batch of {name} {call.step}")
         report, inputs, targets = self._failing(lambda: self._prepare(source, call))
@@ -146,7 +151,8 @@ class Session:
     def _prepare(self, source: object, call: Call) -> tuple[Report, list[Any], list[Any]]:
         """Pull and split what this rank needs; what is wrong with it becomes a refusal of all ranks."""
         book = self._parts.book
-        mode = _mode(call, self._device, self._mesh.tp > 1)
+        mode, part = _mode(call, self._device, self._mesh.tp > 1), self._parts.vocabulary
+        trained = (False, False) if part is None else part.trained
         inputs: list[Any] = []
         targets: list[Any] = []
         try:
@@ -156,15 +162,18 @@ class Session:
                 inputs = [self._to_device(x) for x in batches.split(batch, batches.INPUTS, call.microbatches)]
             if self._last:
                 targets = [self._to_device(y) for y in batches.split(batch, batches.TARGETS, call.microbatches)]
+            if part is not None:
+                part.check(inputs, targets)
             counted = any(target is not None for target in targets)
             report = Report(
                 mode,
                 signatures=tuple(map(signature, inputs)),
                 samples=tuple(map(batches.samples, inputs)),
                 counts=counts(targets, self._count_fn) if counted else None,
-                trainable=book.trainable_stages(),
+                trainable=(*book.trainable_stages(), *([0] if trained[0] else [])),
                 pattern=book.pattern(),
                 ties=book.tie_flags(),
+                vocabulary=() if part is None else trained,
             )
         except REFUSALS as error:
             report = Report(mode, refusal=encode(error))
@@ -175,7 +184,7 @@ class Session:
 
     def _executor(self, agreement: Agreement, call: Call, pattern: str) -> Executor:
         """The executor of the step's program: made, and proved, the first time."""
-        training = call.training and agreement.trainable_from < self._position.stages
+        training = call.training and (agreement.trainable_from < self._position.stages or any(agreement.vocabulary))
         live = [number for number, on in enumerate(agreement.ties) if on and self._summed(number)] if training else []
         optimizer = None if self._sharding is None else self._sharding.optimizer
         zero = 0 if optimizer is None else optimizer.zero
@@ -187,6 +196,7 @@ class Session:
             zero=zero if training or zero == 3 else 0,
             alike=agreement.alike or not zero,
             early=training and optimizer is not None and optimizer.early,
+            vocabulary=Vocabulary(*(training and on for on in agreement.vocabulary)) if agreement.vocabulary else None,
         )
         program = self._programs.program(key)
         if (key, pattern) not in self._executors:
@@ -236,6 +246,7 @@ class Session:
             self._device,
             self._mesh.world.rank,
             self._sharding,
+            self._parts.vocabulary,
         )
 
     def _reduced(self, parameter: torch.nn.Parameter) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from pipert.engine.recompute import RecomputeSetting
 from pipert.errors import ConfigError
 from pipert.optim.loss_scale import LossScale
 from pipert.optim.precision import Precision
+
+#: Where embedding and head live: in the first and the last stage, or spread over all ranks by rows.
+VocabularyPlace = Literal["ends", "spread"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +46,7 @@ class Settings:
     loss_scale: LossScale | None = None
     auto: AutoOptions | None = None
     offload: Offload = None
+    vocabulary: VocabularyPlace = "ends"
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "chunks"):
@@ -57,6 +61,9 @@ class Settings:
             raise ConfigError(f"loss_scale = {self.loss_scale!r:.60} is no LossScale; pass LossScale(initial=…)")
         if self.count_fn is not None and not callable(self.count_fn):
             raise ConfigError(f"count_fn = {self.count_fn!r:.80} is not callable; pass a function of the targets")
+        if self.vocabulary not in get_args(VocabularyPlace):
+            choices = ", ".join(map(repr, get_args(VocabularyPlace)))
+            raise ConfigError(f"vocabulary = {self.vocabulary!r} is none of {choices}")
         if not callable(self.loss_fn):
             raise ConfigError(
                 f"loss_fn = {self.loss_fn!r:.80} is not callable; pass a function (output, target) -> loss"
@@ -84,6 +91,7 @@ class Settings:
             "dynamic": self.dynamic,
             "cuts": None if self.cuts is None else repr(list(self.cuts)),
             "dtype": str(self.dtype),
+            "vocabulary": self.vocabulary,
             "precision": str(self.precision),
             "loss_scale": str(self.loss_scale),
             "auto": repr(self.auto),

@@ -176,11 +176,7 @@ class Embedding(nn.Module):
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T) to vectors (B, T, H), or to this rank's part of them along T."""
         positions = ids_BT.shape[1]
-        if positions > self.config.sequence:
-            raise BatchError(
-                f"a sequence of {positions} tokens is longer than the model's {self.config.sequence}; "
-                "raise `sequence` in the model's config, or cut the sequences"
-            )
+        check_length(positions, self.config)
         self._check_parts(positions)
         x_BTH = look_up(ids_BT, self.weight, self.config.vocabulary, self.group, sequence_dim=self.sequence_dim)
         if self.position is not None:
@@ -196,6 +192,50 @@ class Embedding(nn.Module):
                 "with sequence parallelism every rank needs as many positions: cut or pad the sequences, or train "
                 "without it"
             )
+
+    def after_lookup(self) -> nn.Module:
+        """What is done with the looked-up vectors; see `pipert.layers.spread`."""
+        return AfterLookup(self.config, self.position, self.dropout)
+
+
+class AfterLookup(nn.Module):
+    """The part of an `Embedding` behind the lookup, where the vocabulary is spread over all ranks of a pipeline."""
+
+    uses_global_random = False  # so the engine need not seed torch's generator around it
+
+    position: nn.Parameter | None
+
+    def __init__(self, config: GPTConfig, position: nn.Parameter | None, dropout: Dropout) -> None:
+        super().__init__()
+        self.config = config
+        self.register_parameter("position", position)
+        self.dropout = dropout
+
+    def init_parameters(self, seed: int, prefix: str) -> None:
+        """Fill the table of positions; see `pipert.layers.initial.Initialises`."""
+        if self.position is not None:
+            fill_normal(self.position, self.config.init_std, seed, join(prefix, "position"))
+
+    def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
+        """Looked-up vectors (B, T, H) to those of `Embedding`."""
+        check_length(x_BTH.shape[1], self.config)
+        if self.position is not None:
+            x_BTH = x_BTH + self.position[: x_BTH.shape[1]]
+        dropped_BTH: torch.Tensor = self.dropout(x_BTH)
+        return dropped_BTH
+
+
+def check_length(positions: int, config: GPTConfig) -> None:
+    """Refuse a sequence that is longer than the model's.
+
+    Raises:
+        BatchError: it is.
+    """
+    if positions > config.sequence:
+        raise BatchError(
+            f"a sequence of {positions} tokens is longer than the model's {config.sequence}; "
+            "raise `sequence` in the model's config, or cut the sequences"
+        )
 
 
 class Block(nn.Module):
@@ -241,6 +281,8 @@ class Head(VocabParallelHead):
 
     A tied head has the embedding's weight, also on a rank that has no embedding: its initial values carry that name.
     """
+
+    multiplies_only = True  # so it can be spread: see `pipert.layers.spread`
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config.hidden, config.vocabulary, std=config.init_std)

@@ -12,6 +12,7 @@ import pipert.hipkernels as hk
 from pipert.comm.transport import Transport
 from pipert.errors import ConfigError
 from pipert.layers import vocab_parallel_cross_entropy
+from pipert.layers.spread import TokenLoss
 
 IGNORE = -100
 
@@ -70,6 +71,10 @@ class CausalLMLoss:
         if not 0.0 <= smoothing <= 1.0:
             raise ConfigError(f"smoothing {smoothing} is not between 0 and 1")
         self.ignore_index, self.smoothing, self.z_loss = ignore_index, smoothing, z_loss
+
+    def token_loss(self) -> TokenLoss:
+        """The same as a value, for a vocabulary that is spread over ranks; see `pipert.layers.spread`."""
+        return TokenLoss(self.ignore_index, self.smoothing, self.z_loss)
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Logits (B, T, V) and targets (B, T) to a scalar."""

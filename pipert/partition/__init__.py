@@ -7,5 +7,15 @@ from pipert.partition.check import check_stages
 from pipert.partition.limits import StageLimit
 from pipert.partition.partition import Partition, Skip, Stage
 from pipert.partition.solve import partition_graph
+from pipert.partition.vocabulary import SpreadVocabulary
 
-__all__ = ["Partition", "Skip", "Stage", "StageLimit", "chain_cuts", "check_stages", "partition_graph"]
+__all__ = [
+    "Partition",
+    "Skip",
+    "SpreadVocabulary",
+    "Stage",
+    "StageLimit",
+    "chain_cuts",
+    "check_stages",
+    "partition_graph",
+]

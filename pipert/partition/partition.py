@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from pipert.errors import PartitionError
 from pipert.graph.model_graph import INPUT, OUTPUT, ModelGraph
 from pipert.partition.chain import Array
 from pipert.partition.limits import Memory, StageLimit
+from pipert.partition.vocabulary import SpreadVocabulary
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,25 @@ class Partition:
         skips: the skip edges that cross a cut.
         method: how it was found, in words.
         costs: where times come from, see `ModelGraph.costs`.
+        vocabulary: what every rank holds and does a part of; stages' times include their share, their sizes do not.
     """
 
     stages: tuple[Stage, ...]
     skips: tuple[Skip, ...] = ()
     method: str = ""
     costs: str = "given"
+    vocabulary: SpreadVocabulary | None = None
+
+    def plus(self, vocabulary: SpreadVocabulary) -> Partition:
+        """The same with a vocabulary that all ranks share."""
+        n = len(self.stages)
+        stages = (
+            replace(
+                stage, forward=stage.forward + vocabulary.forward / n, backward=stage.backward + vocabulary.backward / n
+            )
+            for stage in self.stages
+        )
+        return replace(self, stages=tuple(stages), vocabulary=vocabulary)
 
     @property
     def assignment(self) -> tuple[tuple[str, ...], ...]:
@@ -153,7 +167,7 @@ class Partition:
             for row in rows
         ]
         lines.append(f"{self.method}; costs {self.costs}; balance {100 * self.balance:.1f} %")
-        lines += [f"skip edge {skip}" for skip in self.skips]
+        lines += [f"skip edge {skip}" for skip in self.skips] + ([str(self.vocabulary)] if self.vocabulary else [])
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -173,7 +187,9 @@ class Partition:
         try:
             data = json.loads(text)
             stages = tuple(Stage(**{**stage, "blocks": tuple(stage["blocks"])}) for stage in data["stages"])
-            return cls(stages, tuple(Skip(**skip) for skip in data["skips"]), data["method"], data["costs"])
+            skips = tuple(Skip(**skip) for skip in data["skips"])
+            vocabulary = SpreadVocabulary(**data["vocabulary"]) if data["vocabulary"] else None
+            return cls(stages, skips, data["method"], data["costs"], vocabulary)
         except (ValueError, KeyError, TypeError) as error:
             raise PartitionError(f"this text is no partition ({error!r}); write one with Partition.to_json") from error
 

@@ -14,6 +14,7 @@ from pipert.partition.chain import chain_cuts, check_stage_count
 from pipert.partition.dag import DOWNSET_CAP, dag_cuts, is_total_order
 from pipert.partition.limits import Memory, StageLimit, per_stage
 from pipert.partition.partition import Partition, describe
+from pipert.partition.vocabulary import take_vocabulary
 
 
 def partition_graph(
@@ -24,6 +25,7 @@ def partition_graph(
     cuts: Sequence[int] | Sequence[str] | None = None,
     state: float = 4.0,
     downset_cap: int = DOWNSET_CAP,
+    spread_vocabulary: bool = False,
 ) -> Partition:
     """Cut a model into stages: least bottleneck, then no stage empty, then least spread (see `chain_cuts`).
 
@@ -37,10 +39,17 @@ def partition_graph(
         cuts: the user's own cuts: the number of blocks of each stage, or the first block of every stage but the first.
         state: bytes kept per byte of parameters (4: weights, gradients and two moments of the same type).
         downset_cap: see `dag_cuts`.
+        spread_vocabulary: the rows of the embedding and the head are spread over all ranks (docs/vocabulary.md). Then
+            only what is between them is cut, and every stage weighs an equal share of the head more.
 
     Raises:
         PartitionError: more stages than blocks, blocks without costs, limits that cannot be kept, cuts that do not fit.
     """
+    if spread_vocabulary:
+        rest, spread = take_vocabulary(graph)
+        return partition_graph(rest, stages, limits=limits, cuts=cuts, state=state, downset_cap=downset_cap).plus(
+            spread
+        )
     check_stage_count(len(graph.blocks), stages)
     bounds, memory = per_stage(limits, stages), Memory(graph, state)
     costs = _known_costs(graph, bounds)
