@@ -21,11 +21,11 @@ import torch
 from pipert.comm.buffers import as_bytes, check_dense, check_parts, check_peer, check_tag
 from pipert.comm.collectives import check_arithmetic
 from pipert.comm.counters import Counters
-from pipert.comm.errors import CommError, HangError, JobAborted, MessageError, OptionError, TransportError
+from pipert.comm.errors import HangError, JobAborted, MessageError, OptionError, TransportError
 from pipert.comm.rccl_agree import SEMANTICS, Channel, agree, check_same
 from pipert.comm.rccl_lanes import Lane, Operation, RcclRequest, Settling, launch
 from pipert.comm.rccl_library import Library, RcclError
-from pipert.comm.rccl_pairs import Pair, check_queues, rounds
+from pipert.comm.rccl_pairs import Pair, check_queues, most_lanes, rounds
 from pipert.comm.rccl_streams import on_device
 from pipert.comm.rccl_sums import SUMMED, summable
 from pipert.comm.reduction import reduce_in_order
@@ -119,15 +119,14 @@ class RcclTransport(Transport):
 
         Raises:
             MessageError: a number that is no rank.
-            TransportError: the ranks give different pairs, or the GPU runs too few queues at once.
+            TransportError: on every rank, if they give different pairs or a GPU runs too few queues at once.
         """
         wanted = sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]} - self._connected)
         for rank in {rank for pair in wanted for rank in pair}:
             check_peer(rank, self.size, "rank")
         check_same(self.exchange(json.dumps(wanted).encode()), "connects the pairs")
-        own = {pair for pair in (*self._connected, *wanted) if self.rank in pair}
         if self.device.type == "cuda":
-            lanes = len(own) * (2 if self._family.channel == "direction" else 1)
+            lanes = most_lanes([*self._connected, *wanted]) * (2 if self._family.channel == "direction" else 1)
             check_queues(lanes, os.environ, hip=torch.version.hip is not None)
         for disjoint in rounds(wanted):
             self._connect(next((pair for pair in disjoint if self.rank in pair), None))
@@ -375,15 +374,19 @@ class RcclTransport(Transport):
             self._family.lanes.pop().close("ncclCommAbort")
 
     def close(self) -> None:
-        """Give the communicators back, and close the control. Every rank closes, in the same order. Idempotent."""
+        """Give the communicators back, and close the control. Every rank closes, in the same order. Idempotent.
+
+        Raises:
+            HangError: an operation is still under way and does not end.
+        """
         own = dict.fromkeys([*self._to.values(), *self._from.values(), self._lane])
         lanes = [lane for lane in own if lane in self._family.lanes]
-        with suppress(CommError):  # of a job that has failed
+        with suppress(JobAborted, RcclError):
             for lane in lanes:
                 lane.finalize()
             if lanes:
                 self._settle(lanes, "closing communicators of RCCL")
         for lane in lanes:
-            self._family.lanes.remove(lane)
             lane.close()
+        self._family.lanes[:] = [lane for lane in self._family.lanes if lane not in lanes]
         self._control.close()

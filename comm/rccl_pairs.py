@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from pipert.comm.errors import TransportError
@@ -24,6 +25,12 @@ def rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
     return result
 
 
+def most_lanes(pairs: Iterable[Pair]) -> int:
+    """How many of these pairs the rank is in that is in most of them."""
+    counts = Counter(rank for pair in pairs for rank in pair)
+    return max(counts.values(), default=0)
+
+
 def check_queues(lanes: int, environ: Mapping[str, str], hip: bool) -> None:
     """Refuse more message queues than the GPU runs at once.
 
@@ -31,7 +38,7 @@ def check_queues(lanes: int, environ: Mapping[str, str], hip: bool) -> None:
     order that was proved safe could hang.
 
     Args:
-        lanes: streams of messages on this rank; computations and collectives have one each besides.
+        lanes: streams of messages on a rank; computations and collectives have one each besides.
         environ: where the number is looked up.
         hip: whether this is ROCm.
 

@@ -253,6 +253,15 @@ def test_a_message_that_is_lost_is_a_hang_with_a_deadline(rccl: Path) -> None:
         fault(ctypes.c_char(b"\0"), ctypes.c_longlong(0), ctypes.c_double(0))
 
 
+def test_closing_with_a_message_under_way_is_a_hang() -> None:
+    def rank(transport: RcclTransport) -> None:
+        if transport.rank == 0:
+            transport.irecv(torch.zeros(3), 1, 0)
+
+    with pytest.raises(HangError, match=r"its deadline, in closing communicators of RCCL"):
+        run(2, rank, deadline=0.5)
+
+
 def test_sizes_that_do_not_fit_are_an_error_of_the_wait() -> None:
     def rank(transport: RcclTransport) -> None:
         peer = 1 - transport.rank

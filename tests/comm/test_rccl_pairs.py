@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipert.comm.errors import TransportError
-from pipert.comm.rccl_pairs import check_queues, rounds
+from pipert.comm.rccl_pairs import check_queues, most_lanes, rounds
 
 PAIRS = st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda pair: pair[0] < pair[1])
 
@@ -19,6 +19,7 @@ def test_every_pair_is_in_one_round_and_every_rank_once_in_each(pairs: set[tuple
     for each in found:
         ranks = [rank for pair in each for rank in pair]
         assert len(ranks) == len(set(ranks))
+    assert most_lanes(pairs) == max((sum(rank in pair for pair in pairs) for rank in range(10)), default=0)
     assert found == rounds(sorted(pairs, reverse=True))
 
 

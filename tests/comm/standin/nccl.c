@@ -122,13 +122,22 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *result) {
     return ncclSuccess;
 }
 
-ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+static void *drain(void *argument) {
+    struct ncclComm *comm = argument;
     while (atomic_load(&comm->ended) != atomic_load(&comm->issued)) usleep(100);
-    return failed(comm);
+    int state = ncclInProgress;
+    atomic_compare_exchange_strong(&comm->state, &state, ncclSuccess);
+    return NULL;
+}
+
+ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+    int state = ncclSuccess;
+    if (!atomic_compare_exchange_strong(&comm->state, &state, ncclInProgress)) return failed(comm);
+    return start(comm, 0, drain, comm);
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
-    ncclCommFinalize(comm);
+    drain(comm);
     leave(comm);
     return ncclSuccess;
 }
