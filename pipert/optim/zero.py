@@ -141,11 +141,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Give the parameters back whole, with memory of their own; the pipeline may get another optimizer then."""
-        self._roll_back()
         with self.gathered():
-            for bucket in self.buckets:
-                for parameter in bucket.parameters:
-                    parameter.data = parameter.detach().clone()
+            whole = [(p, p.detach().clone()) for bucket in self.buckets for p in bucket.parameters]
+        for parameter, weight in whole:
+            parameter.data = weight
         self._pipe.detach(self)
         self.buckets = []
 
