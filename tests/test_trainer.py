@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pp": 4, "schedule": "gpipe", "micro_batch": 1},
     {"dp": 4},
     {"pp": 2, "schedule": "auto", "in_flight": 3},
+    {"pp": 2, "schedule": "gpipe", "recompute": "selective", "offload": 1},
     {"pp": 2, "tp": 2},
     {"dp": 2, "tp": 2, "sequence_parallel": True},
 ]
@@ -177,3 +179,15 @@ def test_a_folder_that_cannot_be_written_is_refused_on_every_rank_before_the_wor
         return str(caught.value)
 
     assert len(set(run_ranks(2, rank))) == 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp64"])
+def test_every_precision_learns_and_counts_its_updates(text: Path, precision: Any) -> None:
+    config = configured(text, pp=2)
+    changes = {"precision": precision, "output": f"{config.run.output}-{precision}"}
+    config = replace(config, run=config.run.model_copy(update=changes))
+    summary, *_ = run(config)
+    assert summary.after < summary.before - 0.05
+    steps = logged(config, "step")
+    assert summary.updates == steps[-1]["updates"] == sum(math.isfinite(record["grad_norm"]) for record in steps)
+    assert [record["lr"] for record in steps][:2] == pytest.approx([0.0025, 0.005])
