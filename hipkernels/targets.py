@@ -19,6 +19,9 @@ HOST = ("-x", "c++", "-march=native", "-mprefer-vector-width=512", "-fno-math-er
 #: Where Debian's ROCm device libraries are.
 DEBIAN_DEVICE_LIBRARIES = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode")
 
+#: Where Debian's versions of LLVM are.
+DEBIAN_LLVM = Path("/usr/lib")
+
 
 @dataclass(frozen=True)
 class Target:
@@ -103,25 +106,35 @@ def _nvidia(name: str, architectures: list[str], variables: Mapping[str, str]) -
 
 
 def _amd(name: str, architectures: list[str], variables: Mapping[str, str]) -> Target:
-    """A site's ROCm if there is one, else Debian's hipcc for what it knows, else a plain clang with HIP's headers."""
+    """A site's ROCm if there is one, else a plain clang with HIP's headers, else Debian's hipcc for what it knows.
+
+    Debian's hipcc 5.2 comes last: its clang 15 takes many minutes for dropout's random numbers, newer ones seconds.
+    """
     rocm = variables.get("ROCM_PATH", "/opt/rocm")
     offload = tuple(f"--offload-arch={one}" for one in architectures)
     # The host's compiler links, without a HIP runtime: torch's ROCm build has brought its own, which must stay alone.
     linker = _compiler([variables.get("CXX", ""), "g++", "c++"], name, "CXX")
     source = ("-x", "hip", *COMMON, *offload)
     environment = ("HIP_PLATFORM=amd",)
-    site = [variables.get("HIPCC", ""), f"{rocm}/bin/hipcc"]
-    debian = ["hipcc"] if _debian_knows(architectures) else []
-    for candidate in (*site, *debian):
+    for candidate in (variables.get("HIPCC", ""), f"{rocm}/bin/hipcc"):
         path = shutil.which(candidate) if candidate else None
         if path:
             return Target(name, path, source, linker, environment=environment)
-    plain = [f"clang++-{version}" for version in (21, 20, 19)]
-    compiler = _compiler([*plain, *debian, "hipcc" if not debian else ""], name, "HIPCC")
+    compiler = _compiler([*(f"clang++-{version}" for version in (21, 20, 19)), "hipcc"], name, "HIPCC")
     if Path(compiler).name == "hipcc":
-        raise KernelTargetError(f"{compiler} does not know all of {name}; install clang-19 or a newer ROCm")
-    flags = (*source, "--rocm-path=/usr")
+        if not _debian_knows(architectures):
+            raise KernelTargetError(f"{compiler} does not know all of {name}; install clang-19 or a newer ROCm")
+        return Target(name, compiler, source, linker, environment=environment)
+    flags = (*source, "--rocm-path=/usr", *_where_lld_is())
     return Target(name, compiler, flags, linker, environment=environment, device_libraries=_aliases(architectures))
+
+
+def _where_lld_is() -> tuple[str, ...]:
+    """The flag by which clang finds lld, which links the device's code: that of another LLVM will do."""
+    if shutil.which("lld"):
+        return ()
+    found = sorted(DEBIAN_LLVM.glob("llvm-*/bin/lld"))
+    return (f"-B{found[-1].parent}",) if found else ()
 
 
 def _debian_knows(architectures: list[str]) -> bool:
