@@ -61,6 +61,7 @@ def make_pipeline(config: Config, mesh: Mesh, example: object = None, *, dtype: 
         example=example,
         recompute=parallel.recompute,
         offload=parallel.offload,
+        vocabulary=parallel.vocabulary,
         auto=AutoOptions(in_flight=parallel.in_flight) if parallel.schedule == "auto" else None,
         seed=config.run.seed,
         dtype=dtype,

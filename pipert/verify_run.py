@@ -153,8 +153,9 @@ class _Layout:
         return self._collect({name: (p, p) for name, p in self.pipe.named_parameters()})
 
     def _collect(self, tensors: Mapping[str, tuple[torch.Tensor, torch.nn.Parameter]]) -> Collected:
-        """Whole tensors, where tensor-parallel ranks have parts of them."""
-        group, whole = self._mesh.tp_group, {}
+        """Whole tensors, where tensor-parallel ranks, or all ranks of the pipeline, have parts of them."""
+        group = self._mesh.pp_group if self.pipe.partition.vocabulary is not None else self._mesh.tp_group
+        whole = {}
         for name, (tensor, parameter) in tensors.items():
             shard = shard_of(parameter)
             whole[name] = tensor if shard is None else gather_full(tensor, shard, group)

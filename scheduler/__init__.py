@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pipert.scheduler.formats.text import dump, dumps, load, loads
     from pipert.scheduler.generators.registry import GENERATORS, generate
     from pipert.scheduler.lower import lower
+    from pipert.scheduler.lower.delay import delay_backwards
     from pipert.scheduler.placement import Placement
     from pipert.scheduler.program import Program
     from pipert.scheduler.recurrence import simulate_1f1b
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from pipert.scheduler.timeline import Timeline
     from pipert.scheduler.trace import chrome_trace
     from pipert.scheduler.verify import Check, Fault, Proof, verify
+    from pipert.scheduler.vocabulary import Vocabulary
 
 _NAMES = {
     "action": ("Action", "Kind"),
@@ -75,6 +77,7 @@ _NAMES = {
     "formats.text": ("dump", "dumps", "load", "loads"),
     "generators.registry": ("GENERATORS", "generate"),
     "lower": ("lower",),
+    "lower.delay": ("delay_backwards",),
     "placement": ("Placement",),
     "program": ("Program",),
     "recurrence": ("simulate_1f1b",),
@@ -97,6 +100,7 @@ _NAMES = {
     "timeline": ("Timeline",),
     "trace": ("chrome_trace",),
     "verify": ("Check", "Fault", "Proof", "verify"),
+    "vocabulary": ("Vocabulary",),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 
@@ -134,8 +138,10 @@ __all__ = [
     "Timeline",
     "TimelineError",
     "UnsafeProgramError",
+    "Vocabulary",
     "chrome_trace",
     "compare",
+    "delay_backwards",
     "dump",
     "dumps",
     "generate",

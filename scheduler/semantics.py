@@ -32,6 +32,9 @@ class Semantics:
     rank until the GATHER before it is complete, a STEP until the last of the sums that it uses is, or the NORM. The
     step ends when every operation is complete.
 
+    The collectives of a spread vocabulary (`VOCABULARY_COLLECTIVES`) are among all ranks, matched by order, and share
+    one queue: each starts when every rank has posted it and the one before it is complete.
+
     Attributes:
         name: what error messages call it.
         buffered: a send completes without its receiver.

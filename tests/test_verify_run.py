@@ -31,6 +31,7 @@ LAYOUTS: list[list[str]] = [
     ["pp=4", "dp=1", "schedule=gpipe"],
     ["pp=2", "dp=2", "chunks=2", "schedule=interleaved", "recompute=block"],
     ["pp=2", "dp=1", "schedule=zb-v", "recompute=full"],
+    ["pp=3", "dp=1", "vocabulary=spread"],
     ["pp=1", "dp=2", "tp=2", "recompute=selective"],
     ["pp=2", "dp=1", "tp=4", "sequence_parallel=true"],
     ["pp=2", "dp=2", "tp=2", "sequence_parallel=true", "schedule=zb-h1"],

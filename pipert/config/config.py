@@ -69,6 +69,8 @@ class Config:
                 f"parallel.in_flight {self.parallel.in_flight} limits a searched schedule, but parallel.schedule is "
                 f'{self.parallel.schedule}; leave it out, or use schedule = "auto"'
             )
+        if self.parallel.vocabulary == "spread" and tp > 1:
+            yield f'parallel.vocabulary "spread" with parallel.tp {tp}: rows are shared out already; use one of the two'
         for problem in self.model.tensor_parallel_problems(tp, sequence_parallel=self.parallel.sequence_parallel):
             yield f"model with parallel.tp {tp}: {problem}"
 

@@ -90,6 +90,7 @@ class ParallelConfig(Section):
         recompute: activations computed again in the backward pass instead of kept: none, those of
             attention (selective), those inside each block, or everything inside a stage.
         offload: micro-batches whose activations each stage keeps on the device; those of others wait in host memory.
+        vocabulary: embedding and head at the ``ends`` of the pipeline, or ``spread`` over all its ranks.
     """
 
     pp: AtLeastOne = 1
@@ -102,6 +103,7 @@ class ParallelConfig(Section):
     micro_batch: AtLeastOne = 1
     recompute: Literal["none", "selective", "block", "full"] = "none"
     offload: AtLeastOne | None = None
+    vocabulary: Literal["ends", "spread"] = "ends"
 
     @property
     def world(self) -> int:

@@ -53,7 +53,9 @@ def measured_stage_costs(timelines: Sequence[Timeline], expected: Costs, num_sta
     weights = np.where(split, weights, share * whole)
     inputs = np.where(split, inputs, whole - weights)
     forward, backward, first, second = (row.tolist() for row in (measured[Kind.F], whole, inputs, weights))
-    return Costs(forward, backward, first, second, comm=expected.comm)
+    shards = (measured[kind].tolist() for kind in (Kind.S, Kind.T, Kind.G))
+    names = ("logits", "head_gradient", "embedding_gradient")
+    return Costs(forward, backward, first, second, comm=expected.comm, **dict(zip(names, shards, strict=True)))
 
 
 def _second_half(graph: ModelGraph, name: str) -> float:

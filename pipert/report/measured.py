@@ -41,10 +41,12 @@ def measured_costs(timelines: Sequence[Timeline], num_stages: int) -> Costs:
                 durations[action.kind, action.stage].append(end - start)
     cost = {
         kind: tuple(median(durations.get((kind, stage), [0.0])) for stage in range(num_stages))
-        for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+        for kind in Kind
+        if kind.is_compute
     }
+    shards = {"logits": cost[Kind.S], "head_gradient": cost[Kind.T], "embedding_gradient": cost[Kind.G]}
     halves = tuple(a + b for a, b in zip(cost[Kind.I], cost[Kind.W], strict=True))
     if not any(halves):
-        return Costs(forward=cost[Kind.F], backward=cost[Kind.B])
+        return Costs(forward=cost[Kind.F], backward=cost[Kind.B], **shards)
     whole = tuple(max(pair) for pair in zip(cost[Kind.B], halves, strict=True))
-    return Costs(cost[Kind.F], whole, input_gradient=cost[Kind.I], weight_gradient=cost[Kind.W])
+    return Costs(cost[Kind.F], whole, input_gradient=cost[Kind.I], weight_gradient=cost[Kind.W], **shards)
