@@ -153,6 +153,7 @@ class RcclTransport(Transport):
         Raises:
             MessageError: before anything is sent; a tensor that is not dense memory on this rank's GPU, a wrong rank or
                 tag, or a rank that this one is not connected with.
+            JobAborted: another rank failed first.
             RcclError: the library refuses.
         """
         return self._message("send", "ncclSend", self._to, tensor, dest, tag)
@@ -161,7 +162,7 @@ class RcclTransport(Transport):
         """See `Transport.irecv`: the next message from that rank, whatever its tag.
 
         Raises:
-            MessageError, RcclError: as `isend`.
+            MessageError, JobAborted, RcclError: as `isend`.
         """
         return self._message("receive", "ncclRecv", self._from, tensor, source, tag)
 
@@ -196,6 +197,10 @@ class RcclTransport(Transport):
         finally:
             self._group = None
         if operations:
+            self._launch(operations)
+
+    def _launch(self, operations: Sequence[Operation]) -> None:
+        with self._first_cause():
             launch(operations, self._settle)
 
     def _start(
@@ -215,7 +220,7 @@ class RcclTransport(Transport):
         request = RcclRequest(lane, tensors, finish)
         operation = Operation(lane, function, arguments, tensors, request)
         if self._group is None:
-            launch([operation], self._settle)
+            self._launch([operation])
         else:
             self._group.append(operation)
         return request
@@ -308,23 +313,26 @@ class RcclTransport(Transport):
         if isinstance(request, RcclRequest) and not request.started:
             raise TransportError(f"rank {self.rank} waits for an operation of a group that is still open: {doing}")
         try:
-            self._control.wait(request, doing, peer)
+            with self._first_cause():
+                self._control.wait(request, doing, peer)
         except (JobAborted, HangError):
             self._end()
-            raise
-        except RcclError:
-            self._look_for_cause()
             raise
 
     def _settle(self, lanes: Sequence[Lane], doing: str = "starting operations of RCCL") -> None:
         self.wait(Settling(lanes), doing)
 
-    def _look_for_cause(self) -> None:
-        """A communicator is broken: raise what another rank has failed with before, as soon as it is known here."""
-        until = time.monotonic() + _CAUSE
-        while time.monotonic() < until:
-            self._control.progress()
-            time.sleep(0.01)
+    @contextmanager
+    def _first_cause(self) -> Iterator[None]:
+        """Where a communicator is found broken: raise what another rank has failed with before, if one has."""
+        try:
+            yield
+        except RcclError:
+            until = time.monotonic() + _CAUSE
+            while time.monotonic() < until:
+                self._control.progress()
+                time.sleep(0.01)
+            raise
 
     def progress(self) -> None:
         """See `Transport.progress`. Operations need no help."""
@@ -357,7 +365,7 @@ class RcclTransport(Transport):
 
     def _divide(self, color: int | None, key: int) -> Lane | None:
         """A lane for the ranks of each color."""
-        with on_device(self.device):
+        with on_device(self.device), self._first_cause():
             comm = self._library.split(self._lane.comm, color, key)
         lane = None if comm is None else self._family.lane(comm)
         self._settle([self._lane] if lane is None else [self._lane, lane], "dividing an RCCL communicator")

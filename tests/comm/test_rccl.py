@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,12 +216,14 @@ def test_groups_divide_and_each_has_its_own_order() -> None:
 # ---- waiting and failing --------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_fails_ends_the_waits_of_the_others_with_its_cause() -> None:
+@pytest.mark.parametrize("late", [0.0, 0.1])
+def test_a_rank_that_fails_ends_the_waits_of_the_others_with_its_cause(late: float) -> None:
     def rank(transport: RcclTransport) -> None:
         if transport.rank == 1:
             error = ValueError("out of luck")
             transport.abort(error)
             raise error
+        time.sleep(late)
         transport.wait(transport.irecv(torch.zeros(3), 1, 0), "1RECV_F0", 1)
 
     found = run(2, rank, return_exceptions=True)

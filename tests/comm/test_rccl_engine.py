@@ -48,7 +48,7 @@ SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule[0])
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
 def test_every_schedule_has_the_bits_of_one_process(schedule: tuple[str, int], microbatches: int) -> None:
     model, steps = gpt(hidden=16, tied=False), [[tokens(microbatches, length=7, seed=s)] for s in range(2)]
     plain = [[parts(batch, microbatches) for batch in step] for step in steps]
@@ -78,13 +78,13 @@ def test_replicas_and_tied_weights_are_summed_over_rccl(world: Any) -> None:
 
 def test_shapes_that_change_every_step_and_data_dependent_ones_pass() -> None:
     model = gpt(layers=5, hidden=16, sequence=20, tied=False)
-    steps = [[[tokens(1 + (s + m) % 3, 7 + (3 * s + m) % 13, seed=s) for m in range(1 + s % 4)]] for s in range(6)]
-    for dynamic, world in ((False, PAIR), (True, PAIR), (True, DIRECTION)):
+    steps = [[[tokens(1 + (s + m) % 3, 7 + (3 * s + m) % 13, seed=s) for m in range(1 + s % 4)]] for s in range(4)]
+    for dynamic, world in ((False, PAIR), (True, DIRECTION)):
         mine = run_pipeline(model, token_loss, steps, 5, optimizer=SGD, world=world, dynamic=dynamic)
         assert_same(mine, run_plain(model, token_loss, steps, optimizer=SGD), 0)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_sleeps_before_every_action_change_nothing(seed: int) -> None:
     """Communicators are made before the first micro-batch, in one order: whoever is late, nobody waits for ever."""
     model, batch = tower(6), vectors(4)
