@@ -155,10 +155,11 @@ class Trainer:
         model, parallel, header = self.config.model, self.config.parallel, self.text.header
         record: dict[str, Value] = {"parameters": model.parameters, "ranks": self.mesh.size}
         record |= {"tokenizer": header.tokenizer, "text": header.payload, "seed": self.config.run.seed}
+        shared = f" × {parallel.tp} ranks a layer" if parallel.tp > 1 else ""
         lines = [
             f"{model.parameters:,} parameters, tokenizer {header.tokenizer}",
             f"{len(self.text.train):,} tokens to train on, {len(self.text.heldout):,} held out",
-            f"{parallel.pp} pipeline ranks × {parallel.dp} replicas, {parallel.schedule}, "
+            f"{parallel.pp} pipeline ranks × {parallel.dp} replicas{shared}, {parallel.schedule}, "
             f"{self.config.microbatches} micro-batches of {parallel.micro_batch} sequences",
             self.pipe.table(),
         ]

@@ -181,6 +181,7 @@ def test_a_layout_is_accepted_exactly_when_it_comes_out_even(
     ("name", "billions", "ranks"),
     [
         ("tiny", 0.0008, 4),
+        ("tiny-3d", 0.0008, 8),
         ("small", 0.0091, 4),
         ("gpt2-124m", 0.124, 8),
         ("22b", 22, 64),
@@ -196,4 +197,12 @@ def test_the_example_has_the_size_and_ranks_in_its_name_and_comment(name: str, b
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.toml")} == {"tiny", "small", "gpt2-124m", "22b", "175b", "1t"}
+    assert {path.stem for path in EXAMPLES.glob("*.toml")} == {
+        "tiny",
+        "tiny-3d",
+        "small",
+        "gpt2-124m",
+        "22b",
+        "175b",
+        "1t",
+    }

@@ -14,6 +14,7 @@ from pipert.layers.linear import Linear
 from pipert.layers.materialise import materialise
 from pipert.layers.norm import LayerNorm, RMSNorm
 from pipert.layers.parallel_linear import ColumnParallelLinear, RowParallelLinear
+from pipert.layers.parallelize import Split
 from pipert.layers.shard import Shard, shard_of, to_full, to_shard
 from pipert.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 
@@ -28,6 +29,7 @@ __all__ = [
     "RMSNorm",
     "RowParallelLinear",
     "Shard",
+    "Split",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "gelu",

@@ -100,7 +100,7 @@ class _CrossEntropy(torch.autograd.Function):
         if z_loss:
             squares = (sums[0].log() + maximum).square()
             losses = losses + z_loss * squares.masked_fill(targets == ignore_index, 0.0)
-        ctx.save_for_backward(logits, targets, maximum, sums)
+        ctx.save_for_backward(logits, targets, maximum, sums[:1].clone())
         ctx.shard, ctx.ignore_index, ctx.smoothing, ctx.z_loss = shard, ignore_index, smoothing, z_loss
         return losses
 
