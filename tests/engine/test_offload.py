@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from pipert.comm.mesh import Mesh
 from pipert.engine.offload import Mover, Saved
 from pipert.engine.pipeline import Pipeline
 from pipert.errors import ConfigError
+from pipert.optim.zero import ZeroAdamW
 from tests.engine.test_memory import Watch, Watched
 from tests.engine.test_recompute import foreign
 from tests.engine.world import assert_same, gpt, run_pipeline, token_loss, tokens, tower, vectors
@@ -129,3 +131,28 @@ def test_evaluation_and_frozen_stages_move_nothing() -> None:
 
     for _, moves in run_ranks(2, rank):
         assert moves == {f"1{kind}{m}" for kind in ("OFFLOAD", "RELOAD") for m in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_weights_that_are_gathered_and_freed_meanwhile_make_no_difference(zero: int) -> None:
+    model, batches = tower(6, dtype=torch.float32), [tuple(t.float() for t in vectors(6, seed=seed)) for seed in (1, 2)]
+
+    def norms(**options: Any) -> list[list[float]]:
+        copies = [copy.deepcopy(model) for _ in range(4)]
+
+        def rank(transport: Any) -> list[float]:
+            mesh = Mesh.local(pp=2, dp=2)
+            pipe = Pipeline(copies[transport.rank], F.mse_loss, mesh, schedule="gpipe", microbatches=3, **options)
+            optim, found = ZeroAdamW(pipe, lr=1e-2, zero=zero), []
+            for _ in range(2):
+                pipe.step(batches[mesh.dp_rank])
+                found.append(pipe.grad_norm())
+                optim.step()
+                optim.zero_grad()
+            return found
+
+        return run_ranks(4, rank)
+
+    plain = norms()
+    assert norms(offload=1) == plain
+    assert norms(offload=1, recompute="full") == plain
