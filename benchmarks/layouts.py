@@ -39,6 +39,13 @@ LAYOUTS = {
     "pp 2, zero-bubble V": "pp=2 dp=1 schedule=zb-v",
     "pp 2, tied weights": "pp=2 dp=1 model.tied=true",
     "dp 4": "pp=1 dp=4",
+    "tp 2": "pp=1 dp=1 tp=2",
+    "tp 4, sequence parallel": "pp=1 dp=1 tp=4 sequence_parallel=true",
+    "dp 4, ZeRO-1": "pp=1 dp=4 zero=1",
+    "dp 4, ZeRO-2": "pp=1 dp=4 zero=2",
+    "dp 2, ZeRO-3, 4 chunks": "pp=1 dp=2 zero=3 chunks=4 schedule=interleaved",
+    "pp 4, vocabulary spread": "pp=4 dp=1 vocabulary=spread",
+    "pp 2 × dp 2 × tp 2, ZeRO-1, early steps": "pp=2 dp=2 tp=2 sequence_parallel=true zero=1 optimizer.early=true",
     "pp 2 × dp 2, tied weights": "pp=2 dp=2 model.tied=true",
 }
 #: Pipelines alone change no bit.

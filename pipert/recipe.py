@@ -17,7 +17,6 @@ from pipert.models.gpt import GPT
 from pipert.models.loss import CausalLMLoss
 from pipert.optim.groups import decay_groups
 from pipert.optim.learning_rate import LearningRate
-from pipert.optim.precision import HALF
 from pipert.optim.zero import ZeroAdamW
 
 
@@ -78,12 +77,16 @@ class HasParameters(Protocol):
 
 
 def make_optimizer(config: Config, model: HasParameters) -> torch.optim.Optimizer:
-    """The configured optimizer over the parameters of a pipeline's rank, or of a model."""
+    """The configured optimizer over the parameters of a pipeline's rank, or of a model.
+
+    It is torch's AdamW where that can do what is configured, else pipert's own.
+    """
     settings = config.optimizer
     groups = decay_groups(model.named_parameters(), settings.weight_decay)
     options: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-    if isinstance(model, Pipeline) and any(p.dtype in HALF for p in model.parameters()):
-        return ZeroAdamW(model, groups, **options)  # has masters in fp32
+    half = config.run.precision in ("bf16", "fp16")  # needs masters in fp32
+    if isinstance(model, Pipeline) and (half or settings.early or config.parallel.zero):
+        return ZeroAdamW(model, groups, **options, zero=config.parallel.zero, early=settings.early)
     return torch.optim.AdamW(groups, **options)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
@@ -24,6 +25,7 @@ from pipert.errors import ConfigError
 from pipert.layers.shard import gather_full, shard_of
 from pipert.models.gpt import GPT
 from pipert.models.loss import CausalLMLoss
+from pipert.optim.zero import ZeroOptimizer
 from pipert.recipe import Updater, make_learning_rate, make_optimizer, make_pipeline
 from pipert.trainer import open_text
 
@@ -132,7 +134,9 @@ class _Layout:
         self._mesh = mesh
         self._loader = _loader(config, windows, mesh.dp_rank, mesh.dp)
         self.pipe: Pipeline = make_pipeline(config, mesh, dtype=dtype)
-        self._updater = Updater(config, self.pipe, make_optimizer(config, self.pipe))
+        self._optimizer = make_optimizer(config, self.pipe)
+        self._updater = Updater(config, self.pipe, self._optimizer)
+        self._shares = mesh.pp_group if config.parallel.vocabulary == "spread" else mesh.tp_group
         self.dtype = next(self.pipe.parameters()).dtype
 
     def step(self) -> tuple[float, float]:
@@ -145,20 +149,22 @@ class _Layout:
 
     def gradients(self) -> Collected:
         """Every rank's gradients, on rank 0."""
-        named = self.pipe.named_parameters()
-        return self._collect({name: (p.grad, p) for name, p in named if p.grad is not None})
+        if isinstance(self._optimizer, ZeroOptimizer):
+            return self._collect(self._optimizer.gradients())
+        return self._collect({name: parameter.grad for name, parameter in self.pipe.named_parameters()})
 
     def weights(self) -> Collected:
         """Every rank's weights, on rank 0."""
-        return self._collect({name: (p, p) for name, p in self.pipe.named_parameters()})
+        with self._optimizer.gathered() if isinstance(self._optimizer, ZeroOptimizer) else nullcontext():
+            return self._collect(dict(self.pipe.named_parameters()))
 
-    def _collect(self, tensors: Mapping[str, tuple[torch.Tensor, torch.nn.Parameter]]) -> Collected:
-        """Whole tensors, where tensor-parallel ranks, or all ranks of the pipeline, have parts of them."""
-        group = self._mesh.pp_group if self.pipe.partition.vocabulary is not None else self._mesh.tp_group
+    def _collect(self, tensors: Mapping[str, torch.Tensor | None]) -> Collected:
+        """Whole tensors, where ranks have parts of them."""
         whole = {}
-        for name, (tensor, parameter) in tensors.items():
-            shard = shard_of(parameter)
-            whole[name] = tensor if shard is None else gather_full(tensor, shard, group)
+        for name, parameter in self.pipe.named_parameters():
+            tensor, shard = tensors[name], shard_of(parameter)
+            if tensor is not None:
+                whole[name] = tensor if shard is None else gather_full(tensor, shard, self._shares)
         return collect(whole, self._mesh.world)
 
 

@@ -25,7 +25,7 @@ TINY = ROOT / "examples" / "configs" / "tiny.toml"
 SMALL = ["model.layers=4", "model.hidden=32", "model.heads=4", "model.sequence=16", "data.global_batch=8"]
 SMALL += ["parallel.micro_batch=1", "run.steps=3", "schedule.warmup=0"]
 
-#: Keys of the section `parallel`; together they use everything that a configuration can lay out.
+#: Keys of the section `parallel`, and others; together they use everything that a configuration can lay out.
 LAYOUTS: list[list[str]] = [
     ["pp=1", "dp=1"],
     ["pp=4", "dp=1", "schedule=gpipe"],
@@ -34,7 +34,10 @@ LAYOUTS: list[list[str]] = [
     ["pp=3", "dp=1", "vocabulary=spread"],
     ["pp=1", "dp=2", "tp=2", "recompute=selective"],
     ["pp=2", "dp=1", "tp=4", "sequence_parallel=true"],
-    ["pp=2", "dp=2", "tp=2", "sequence_parallel=true", "schedule=zb-h1"],
+    ["pp=2", "dp=2", "tp=2", "sequence_parallel=true", "schedule=zb-h1", "zero=1", "optimizer.early=true"],
+    ["pp=1", "dp=4", "zero=2"],
+    ["pp=2", "dp=2", "chunks=2", "schedule=interleaved", "zero=3", "recompute=block", "model.tied=false"],
+    ["pp=4", "dp=1", "vocabulary=spread"],
     ["pp=2", "dp=2", "tp=2", "sequence_parallel=true"],
 ]
 
@@ -56,7 +59,7 @@ def compared(config: Config, dtype: torch.dtype | None = torch.float64, steps: i
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
 def test_layouts_train_to_the_numbers_of_one_process(layout: list[str], tmp_path: Path) -> None:
-    settings = [f"parallel.{setting}" for setting in layout]
+    settings = [setting if "." in setting else f"parallel.{setting}" for setting in layout]
     comparison = compared(configured(tmp_path, "model.dropout=0.1", *settings))
     assert comparison.ok, comparison
     assert [(d.step, d.what) for d in comparison.differences] == [

@@ -48,6 +48,7 @@ class OptimizerConfig(Section):
         eps: added to the denominator.
         weight_decay: for matrices and embeddings; norms and biases have none.
         clip: largest norm of the gradients; larger ones are scaled down. 0: they are left alone.
+        early: each stage is updated as soon as its gradients are whole, and taken back where that was wrong.
     """
 
     lr: Positive = 3e-4
@@ -56,6 +57,7 @@ class OptimizerConfig(Section):
     eps: Positive = 1e-8
     weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.1
     clip: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
+    early: bool = False
 
 
 class ScheduleConfig(Section):
@@ -90,6 +92,7 @@ class ParallelConfig(Section):
         recompute: activations computed again in the backward pass instead of kept: none, those of
             attention (selective), those inside each block, or everything inside a stage.
         offload: micro-batches whose activations each stage keeps on the device; those of others wait in host memory.
+        zero: ZeRO stage: what replicas share out: 1 the optimizer's state, 2 gradients too, 3 weights too.
         vocabulary: embedding and head at the ``ends`` of the pipeline, or ``spread`` over all its ranks.
     """
 
@@ -103,6 +106,7 @@ class ParallelConfig(Section):
     micro_batch: AtLeastOne = 1
     recompute: Literal["none", "selective", "block", "full"] = "none"
     offload: AtLeastOne | None = None
+    zero: Annotated[int, Field(ge=0, le=3)] = 0
     vocabulary: Literal["ends", "spread"] = "ends"
 
     @property
