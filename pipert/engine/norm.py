@@ -56,7 +56,7 @@ def squared_norms(parameters: Iterable[torch.nn.Parameter]) -> list[float]:
         gradient = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
         shard = shard_of(parameter)
         if shard is not None and shard.shared:
-            rows = [gradient.narrow(shard.dim, start, stop - start) for start, stop in shard.counted]
+            rows = [gradient.narrow(shard.dim, start, stop - start) for start, stop in ((0, 0), *shard.counted)]
             gradient = torch.cat(rows, shard.dim)
         dtype = torch.complex128 if gradient.is_complex() else torch.float64
         norms.append(torch.linalg.vector_norm(gradient, dtype=dtype))

@@ -74,16 +74,19 @@ def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def gradients(make: Any, pp: int, tp: int, plan: Plan = PLAN, **options: Any) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients(
+    make: Any, pp: int, tp: int, plan: Plan = PLAN, **options: Any
+) -> tuple[tuple[float, float], dict[str, torch.Tensor]]:
+    """Loss and norm, and whole gradients."""
     models = [make() for _ in range(pp * tp)]  # here, because threads have one global generator
 
-    def rank(transport: Any) -> tuple[float, dict[str, Any]]:
+    def rank(transport: Any) -> tuple[tuple[float, float], dict[str, Any]]:
         mesh = Mesh.local(pp=pp, tp=tp)
         pipe = Pipeline(
             parallelize(models[transport.rank], mesh, plan=plan), loss, mesh, microbatches=2, seed=5, **options
         )
         result = pipe.step(tokens())
-        return result.loss, {name: (p.grad, shard_of(p)) for name, p in pipe.named_parameters()}
+        return (result.loss, pipe.grad_norm()), {name: (p.grad, shard_of(p)) for name, p in pipe.named_parameters()}
 
     outcomes = run_ranks(pp * tp, rank, deadline=120)
     assert len({found for found, _ in outcomes}) == 1
@@ -99,7 +102,8 @@ def test_a_plan_shares_out_other_peoples_models(pp: int, tp: int, schedule: str,
     wanted = reference_step(model, loss, tokens(), 2, seed=5).loss
     chunks = 2 if schedule == "interleaved" else 1
     got, found = gradients(lambda: theirs(tied=tied), pp, tp, schedule=schedule, chunks=chunks)
-    assert got == pytest.approx(wanted, rel=1e-12)
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))  # type: ignore[misc]
+    assert got == (pytest.approx(wanted, rel=1e-12), pytest.approx(norm, rel=1e-10))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
 
@@ -124,7 +128,7 @@ def test_dropout_from_torchs_global_generator_neither_deadlocks_nor_depends_on_t
     state = torch.get_rng_state()
     got, found = gradients(lambda: theirs(0.5), 2, 2, recompute="block")
     assert torch.equal(torch.get_rng_state(), state)
-    assert got == pytest.approx(wanted, rel=1e-12)
+    assert got[0] == pytest.approx(wanted, rel=1e-12)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
 
