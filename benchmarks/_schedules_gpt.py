@@ -25,9 +25,10 @@ from pipert.scheduler.program import Program
 from pipert.scheduler.simulate import simulate
 from pipert.scheduler.timeline import Timeline
 
-#: 8 million parameters, and work for two equal ranks: the head is about as heavy as a block. Four micro-batches of 128
-#: tokens: 1F1B's bubble is a fifth.
-CONFIG = GPTConfig(layers=9, hidden=256, heads=4, sequence=128, vocabulary=2048, tied=False)
+#: GPT-2's proportions (heads 64 wide, an MLP of four times the width) at a size for one core a rank: 16 million
+#: parameters. The head has as many weights as a block, so that is eight equal parts, which two ranks and four stages
+#: share evenly. Four micro-batches of one sequence, twice as many as ranks: 1F1B's bubble is a fifth.
+CONFIG = GPTConfig(layers=7, hidden=384, heads=6, sequence=256, vocabulary=12 * 384, tied=False)
 MICROBATCHES, SAMPLES = 4, 4
 OURS = ("1f1b", "zb-h1", "zb-v", "auto")
 THEIRS = ("1f1b", "interleaved", "interleaved-zb", "zb-v")

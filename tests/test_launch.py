@@ -19,6 +19,7 @@ from pipert.launch import (
     end_before_mpi,
     find_launcher,
     launch,
+    memory_environment,
     session_processes,
     threads_per_rank,
 )
@@ -47,6 +48,15 @@ def test_a_launched_job_says_what_it_runs_and_returns_its_exit_code() -> None:
     assert result.stdout.count("argument --flag") == 2
     assert "pipert launch: 2 ranks x 7 threads of" in result.stderr
     assert "the job ended with exit code 3" in result.stderr
+
+
+def test_ranks_keep_the_memory_they_free_unless_the_user_told_malloc_something() -> None:
+    assert memory_environment({}) == {
+        "MALLOC_MMAP_THRESHOLD_": "33554432",
+        "MALLOC_TRIM_THRESHOLD_": "1099511627776",
+    }
+    assert memory_environment({"MALLOC_ARENA_MAX": "2"}) == {}
+    assert memory_environment({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}) == {}
 
 
 @pytest.mark.mpi

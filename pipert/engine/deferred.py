@@ -3,7 +3,7 @@
 While a stage runs a micro-batch forward, within `deferring`, every product with a leaf weight records a node that
 computes the same numbers. In the backward this node computes the gradient of its input and keeps what the weight's
 needs: its input and its output's gradient. Everything else that the forward kept is free then. Later
-`Deferred.accumulate` multiplies the two and lets autograd add the products up.
+`Deferred.accumulate` multiplies the two and adds the products up as autograd would.
 
 How products are found, which costs Python for every layer of every micro-batch:
 
@@ -31,10 +31,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 _AS_EVER = nullcontext()
-
-#: Weight gradients that are computed before they are added up, in bytes: adding costs as much for one as for many, but
-#: those of large layers are added while they are in the cache.
-_BATCH = 1 << 18
 
 
 class _Product(NamedTuple):
@@ -200,23 +196,31 @@ class Deferred:
                 if found is not None:
                     self._parts[parameter].append(_Ready(found))
 
+    @torch.no_grad()
     def accumulate(self) -> None:
-        """Compute what was put off, some parameters after others, and add it to ``.grad``; keeps nothing."""
-        parameters: list[torch.Tensor] = []
-        gradients: list[torch.Tensor] = []
-        size = 0
+        """Compute what was put off, one parameter after the other, and add it to ``.grad``; keeps nothing."""
         while self._parts:
             parameter = next(iter(self._parts))
+            gradients = []
             for part in self._parts.pop(parameter):
                 gradient = part.compute()
                 if gradient.dtype is not parameter.dtype and not isinstance(part, _Ready):  # may be in a wider type
                     gradient = gradient.to(parameter.dtype)
-                parameters.append(parameter)
                 gradients.append(gradient)
-                size += gradient.nbytes
-            if parameters and (size >= _BATCH or not self._parts):
-                run_backward(parameters, gradients)
-                parameters, gradients, size = [], [], 0
+            if gradients:
+                _add(parameter, gradients)
+
+
+def _add(parameter: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+    """What autograd does at a leaf, without its engine, which would copy a first gradient instead of taking it."""
+    first, before = gradients[0], parameter.grad
+    alone = len(gradients) == 1 and first.layout is torch.strided and _own_leaf(parameter)
+    if not alone or first.dtype is not (parameter.grad_dtype if before is None else before.dtype):
+        run_backward([parameter] * len(gradients), gradients)
+    elif before is None:
+        parameter.grad = first
+    else:
+        before.add_(first)
 
 
 def run_backward(roots: Sequence[torch.Tensor | GradientEdge], seeds: Sequence[torch.Tensor]) -> None:
