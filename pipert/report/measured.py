@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from statistics import median, median_low
+from statistics import fmean, median, median_low
 
 from pipert.errors import ConfigError
-from pipert.scheduler.action import Kind
+from pipert.scheduler.action import Action, Kind
 from pipert.scheduler.costs import Costs
 from pipert.scheduler.timeline import Timeline
 
@@ -25,7 +25,10 @@ def typical(timelines: Sequence[Timeline]) -> Timeline:
 
 
 def measured_costs(timelines: Sequence[Timeline], num_stages: int) -> Costs:
-    """The median duration of each kind of computation on each stage. Messages cost nothing.
+    """The duration of each kind of computation on each stage. Messages cost nothing.
+
+    That of one action is its median over the steps, that of a kind and stage the mean over its micro-batches: they are
+    not alike (the first one's weight gradients are taken, later ones are added), and a rank's work is their sum.
 
     Simulating with these tells how long the same computations take in the same order when nobody waits for anything but
     data, so the difference to what was measured is the runtime and its messages.
@@ -34,13 +37,16 @@ def measured_costs(timelines: Sequence[Timeline], num_stages: int) -> Costs:
         timelines: of some steps.
         num_stages: stages of the pipeline; one without a measurement costs 0.
     """
-    durations: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
+    durations: defaultdict[Action, list[float]] = defaultdict(list)
     for timeline in timelines:
         for _, action, start, end in timeline:
             if action.kind.is_compute:
-                durations[action.kind, action.stage].append(end - start)
+                durations[action].append(end - start)
+    usual: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for action, seconds in durations.items():
+        usual[action.kind, action.stage].append(median(seconds))
     cost = {
-        kind: tuple(median(durations.get((kind, stage), [0.0])) for stage in range(num_stages))
+        kind: tuple(fmean(usual.get((kind, stage), [0.0])) for stage in range(num_stages))
         for kind in Kind
         if kind.is_compute
     }
