@@ -19,9 +19,6 @@ HOST = ("-x", "c++", "-march=native", "-mprefer-vector-width=512", "-fno-math-er
 #: Where Debian's ROCm device libraries are.
 DEBIAN_DEVICE_LIBRARIES = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode")
 
-#: Where Debian's versions of LLVM are.
-DEBIAN_LLVM = Path("/usr/lib")
-
 
 @dataclass(frozen=True)
 class Target:
@@ -120,21 +117,22 @@ def _amd(name: str, architectures: list[str], variables: Mapping[str, str]) -> T
         path = shutil.which(candidate) if candidate else None
         if path:
             return Target(name, path, source, linker, environment=environment)
-    compiler = _compiler([*(f"clang++-{version}" for version in (21, 20, 19)), "hipcc"], name, "HIPCC")
+    newest = next((path for version in (21, 20, 19) if (path := _clang_with_lld(version))), "")
+    compiler = _compiler([newest, "hipcc"], name, "HIPCC")
     if Path(compiler).name == "hipcc":
         if not _debian_knows(architectures):
-            raise KernelTargetError(f"{compiler} does not know all of {name}; install clang-19 or a newer ROCm")
+            raise KernelTargetError(
+                f"{compiler} does not know all of {name}; install clang-19 and lld-19, or a newer ROCm"
+            )
         return Target(name, compiler, source, linker, environment=environment)
-    flags = (*source, "--rocm-path=/usr", *_where_lld_is())
+    flags = (*source, "--rocm-path=/usr")
     return Target(name, compiler, flags, linker, environment=environment, device_libraries=_aliases(architectures))
 
 
-def _where_lld_is() -> tuple[str, ...]:
-    """The flag by which clang finds lld, which links the device's code: that of another LLVM will do."""
-    if shutil.which("lld"):
-        return ()
-    found = sorted(DEBIAN_LLVM.glob("llvm-*/bin/lld"))
-    return (f"-B{found[-1].parent}",) if found else ()
+def _clang_with_lld(version: int) -> str:
+    """Path of this clang if it finds an lld of its version, which links the device's code; else nothing."""
+    path = shutil.which(f"clang++-{version}")
+    return path if path is not None and (Path(path).resolve().parent / "lld").exists() else ""
 
 
 def _debian_knows(architectures: list[str]) -> bool:

@@ -1,6 +1,7 @@
 """The same sources compile for AMD and NVIDIA GPUs without a warning, into code that fits its registers.
 
-A whole library takes an AMD compiler several minutes, so these run on request only: PIPERT_GPU_BUILDS=1.
+They run where there are compilers that take about a minute: clang 19 or newer with its lld or a site's hipcc, and nvcc.
+PIPERT_GPU_BUILDS=0 leaves them out; PIPERT_GPU_BUILDS=1 tries Debian's hipcc too, which takes many minutes.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from pipert.hipkernels.errors import KernelTargetError
 from pipert.hipkernels.targets import find_target
 
 pytestmark = [
-    pytest.mark.skipif(
-        os.environ.get("PIPERT_GPU_BUILDS", "") in ("", "0"),
-        reason="compiling for GPUs takes minutes; PIPERT_GPU_BUILDS=1 runs these",
-    ),
+    pytest.mark.skipif(os.environ.get("PIPERT_GPU_BUILDS") == "0", reason="PIPERT_GPU_BUILDS=0"),
     pytest.mark.timeout(3600),
+    pytest.mark.slow,
 ]
+ARCHITECTURES = "gfx90a,gfx942"
 
 
 def library(name: str) -> Path:
-    """The target's library; the test is skipped where it has no compiler."""
+    """The target's library; the test is skipped where it has no compiler, or only one that takes too long."""
     try:
         target = find_target(name)
     except KernelTargetError as error:
         pytest.skip(str(error))
+    if target.compiler == "/usr/bin/hipcc" and os.environ.get("PIPERT_GPU_BUILDS") != "1":
+        pytest.skip("Debian's hipcc takes many minutes; install clang-19 and lld-19, or set PIPERT_GPU_BUILDS=1")
     return build(target)
 
 
@@ -62,35 +64,28 @@ def code_objects(path: Path, folder: Path) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architectures", ["gfx90a", "gfx90a,gfx942"])
-def test_amd_code_has_waves_of_64_and_spills_no_register(architectures: str, tmp_path: Path) -> None:
-    path = library(architectures)
-    readelf = tool("llvm-readelf")
-    objects = code_objects(path, tmp_path)
-    assert {name.split(".")[0] for name in objects} == set(architectures.split(","))
-    kernels = 0
+def test_amd_code_has_waves_of_64_and_spills_no_register(tmp_path: Path) -> None:
+    objects = code_objects(library(ARCHITECTURES), tmp_path)
+    readelf, kernels = tool("llvm-readelf"), dict.fromkeys(ARCHITECTURES.split(","), 0)
     for name, file in objects.items():
         notes = subprocess.run([readelf, "--notes", str(file)], capture_output=True, text=True, check=True).stdout
-        for kernel in re.split(r"\n\s*- \.a(?:gpr_count|rgs)", notes)[1:]:
-            values = dict(re.findall(r"\.(\w+):\s+(\d+)\s", kernel))
-            if "wavefront_size" not in values:
-                continue
-            kernels += 1
-            assert values["wavefront_size"] == "64", name
-            assert values.get("vgpr_spill_count", "0") == "0", (name, kernel[:500])
-            assert values["private_segment_fixed_size"] == "0", (name, kernel[:500])
-    assert kernels >= 60 * len(architectures.split(","))
+        values = {
+            key: re.findall(rf"\.{key}:\s+(\d+)", notes)
+            for key in ("wavefront_size", "vgpr_spill_count", "private_segment_fixed_size")
+        }
+        assert set(values["wavefront_size"]) <= {"64"}, name
+        assert set(values["vgpr_spill_count"]) <= {"0"}, name
+        assert set(values["private_segment_fixed_size"]) <= {"0"}, name
+        kernels[name.split(".")[0]] += len(values["wavefront_size"])
+    assert min(kernels.values()) >= 60, kernels  # and no other architecture than those asked for
 
 
-@pytest.mark.slow
 def test_amd_libraries_leave_the_hip_runtime_to_torch() -> None:
-    path = library("gfx90a")
+    path = library(ARCHITECTURES)
     needed = subprocess.run([tool("readelf"), "-d", str(path)], capture_output=True, text=True, check=True).stdout
     assert "amdhip" not in needed
 
 
-@pytest.mark.slow
 def test_nvidia_code_is_there_for_the_architecture_asked_for() -> None:
     path = library("sm_90")
     assert b"sm_90" in path.read_bytes()
