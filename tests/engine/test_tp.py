@@ -18,10 +18,11 @@ from pipert.errors import ConfigError
 from pipert.layers.parallelize import Plan, Split, parallelize
 from pipert.layers.shard import shard_of
 from pipert.models import GPT, CausalLMLoss, GPTConfig
-from tests.models.layouts import merged
+from tests.models.layouts import SEED, batches, merged
 from tests.mpi_harness import run_mpi
 
 SHAPE: dict[str, Any] = {"layers": 4, "hidden": 32, "heads": 4, "sequence": 16, "vocabulary": 61}
+LLAMA: dict[str, Any] = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "bias": False}
 
 
 class Layer(nn.Module):
@@ -269,6 +270,54 @@ def test_estimates_and_sizes_are_those_of_one_rank() -> None:
     block = (config.block_weights + inner) // 2 + 6 * config.hidden
     rows = (62 * 32) // 2 + 16 * 32
     assert run_ranks(2, rank) == [(block, 4 * block + rows + 2 * 32)] * 2
+
+
+def test_three_steps_before_an_update_add_up_and_nothing_is_summed_twice() -> None:
+    config = GPTConfig(**SHAPE, kv_heads=1)
+    steps = batches(config, 3, 4)
+    model = GPT(config, "cpu", seed=SEED, dtype=torch.float64)
+    for number, batch in enumerate(steps):
+        reference_step(model, CausalLMLoss(), batch, 2, seed=SEED, step=number)
+
+    def rank(_: Any) -> dict[str, Any]:
+        mesh = Mesh.local(pp=2, tp=2)
+        part = parallelize(GPT(config, dtype=torch.float64), mesh, sequence_parallel=True)
+        pipe = Pipeline(part, CausalLMLoss(), mesh, microbatches=2, seed=SEED)
+        for batch in steps:
+            pipe.step(batch)
+        return {name: (p.grad, shard_of(p)) for name, p in pipe.named_parameters()}
+
+    found = merged(run_ranks(4, rank), 2)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains_alike_with_and_without_tensor_parallelism(precision: str) -> None:
+    config = GPTConfig(**SHAPE, **LLAMA)
+    steps = batches(config, 3, 4)
+
+    def losses(tp: int, sequence_parallel: bool) -> list[float]:
+        def rank(_: Any) -> list[float]:
+            mesh = Mesh.local(pp=2, tp=tp)
+            part = parallelize(GPT(config), mesh, sequence_parallel=sequence_parallel)
+            pipe = Pipeline(part, CausalLMLoss(), mesh, microbatches=2, seed=SEED, precision=precision)
+            found: list[float] = []
+            for batch in steps:
+                found.append(pipe.step(batch).loss)
+                pipe.decide(max_norm=1.0)
+                for parameter in pipe.parameters():
+                    parameter.data.sub_(0.1 * parameter.grad.to(parameter.dtype))
+                    parameter.grad = None
+            return found
+
+        first, *others = run_ranks(2 * tp, rank)
+        assert all(other == first for other in others)
+        return first
+
+    wanted = losses(1, False)
+    assert losses(2, False) == pytest.approx(wanted, rel=2e-3)
+    assert losses(2, True) == pytest.approx(wanted, rel=2e-3)
 
 
 @pytest.mark.mpi
