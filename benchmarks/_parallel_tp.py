@@ -127,14 +127,17 @@ class Theirs:
             for name in ("o", "down"):
                 plan[f"blocks.{number}.{name}"] = RowwiseParallel()
         parallelize_module(self._model, mesh, plan)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=RATE, foreach=False)
+        parameters = list(self._model.parameters())
+        kinds = ([p for p in parameters if isinstance(p, DTensor) is shared] for shared in (True, False))
+        self._optimizers = [torch.optim.AdamW(kind, lr=RATE, foreach=True) for kind in kinds]  # which cannot be mixed
 
     def step(self, batch: Batch) -> None:
         """Forward, backward and update."""
         for inputs, targets in zip(*(side.chunk(MICROBATCHES) for side in batch), strict=True):
             self._backward(inputs, targets)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
     def _backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         with loss_parallel():
@@ -146,7 +149,7 @@ class Theirs:
         parameters = [local(p) for p in self._model.parameters()]
         with counting(parameters) as kept:
             self._backward(batch[0][: SAMPLES // MICROBATCHES], batch[1][: SAMPLES // MICROBATCHES])
-        self._optimizer.zero_grad()
+        self._model.zero_grad()
         return 4 * sum(p.nbytes for p in parameters) + sum(kept.values())
 
 
