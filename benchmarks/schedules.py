@@ -6,7 +6,7 @@ Two parts, each a job of MPI ranks in which the contestants take turns step by s
   schedule. The makespan against what the simulator says for what the blocks take by themselves, and whether the
   schedules come in the predicted order.
 * ``gpt``: a GPT on 2 ranks, one thread each. By how much zero-bubble schedules beat 1F1B, against what the simulator
-  says for the stages' times of the same run; and the best of pipert's against the best of torch's.
+  says for the stages' times in the same steps; and the best of pipert's against the best of torch's.
 
 The last line is one JSON object with figures, bars and whether they hold; the exit code says the same.
 """
