@@ -20,7 +20,7 @@ from pipert.engine.parameters import ParameterBook, Tie, find_ties, ranks_of
 from pipert.engine.refusals import together
 from pipert.engine.settings import Settings
 from pipert.engine.spread import SpreadModel
-from pipert.engine.vocabulary import VocabularyPart
+from pipert.engine.vocabulary_part import VocabularyPart
 from pipert.errors import ConfigError
 from pipert.graph.estimate import estimate
 from pipert.graph.model_graph import ModelGraph

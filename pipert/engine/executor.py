@@ -23,7 +23,8 @@ from pipert.engine.sizes import StepSizes
 from pipert.engine.stage import Gradients, Stage, StepData
 from pipert.engine.tags import message_tags
 from pipert.engine.timings import Timings
-from pipert.engine.vocabulary import SpreadVocabulary, VocabularyPart
+from pipert.engine.vocabulary import SpreadVocabulary
+from pipert.engine.vocabulary_part import VocabularyPart
 from pipert.errors import ConfigError
 from pipert.scheduler.action import Action, Kind
 from pipert.scheduler.dependencies import SUMS

@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 from torch import nn
 
-from pipert.engine.vocabulary import VocabularyPart
+from pipert.engine.vocabulary_part import VocabularyPart
 from pipert.errors import PartitionError
 from pipert.graph.model_graph import ModelGraph
 from pipert.graph.stage import StageModule

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from pipert.engine.settings import Settings
-from pipert.engine.vocabulary import VocabularyPart
+from pipert.engine.vocabulary_part import VocabularyPart
 from pipert.errors import ConfigError
 from pipert.graph.model_graph import ModelGraph
 from pipert.graph.stage import StageBlock, TracedModel

@@ -41,7 +41,7 @@ def spread(name: str = "1f1b", ranks: int = 3, microbatches: int = 4, rules: Sem
 
 
 @given(schedules(ranks=8, chunks=3, microbatches=20), any_semantics, st.integers(0, 4), st.data())
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_every_schedule_is_proved_for_every_transport(
     schedule: Schedule, rules: Semantics, lag: int, data: st.DataObject
 ) -> None:
@@ -199,7 +199,7 @@ def test_a_backward_is_delayed_by_as_many_forwards() -> None:
 
 
 @given(schedules(ranks=6, chunks=3, microbatches=20), st.integers(0, 5))
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_a_delayed_schedule_does_the_same_and_keeps_no_more_than_the_lag(schedule: Schedule, lag: int) -> None:
     later = delay_backwards(schedule, lag)
     assert verify(later).ok
