@@ -68,6 +68,7 @@ class Executor:
 
     Attributes:
         sums: what its REDUCE and TIE actions sum.
+        updates: whether a rank of the program updates weights.
 
     Raises:
         ConfigError: the program has an action that the engine cannot run.
@@ -102,6 +103,7 @@ class Executor:
         }
         self._timings = Timings(self._row.codes)
         self._pending = Pending([])
+        self.updates = any((row.kinds == Kind.STEP).any() for row in program.rows)
         self._last_scatter = {a.stage: a for a in self._row if a.kind is Kind.SCATTER}
         self._steps = self._compile()
         self._segments = _segments(self._steps, program.spans(transport.rank))

@@ -381,6 +381,12 @@ class Pipeline:
         def prepare() -> None:
             if self._optimizer is not None:
                 raise ConfigError("the pipeline has an optimizer already; close() that one first")
+            optimizer.check()
+            if optimizer.given >= 2 and self._spreads:
+                raise ConfigError(
+                    f'zero = {optimizer.given} does not go with vocabulary = "spread"; use zero = 1, or '
+                    'vocabulary = "ends"'
+                )
             optimizer.prepare(self._parts.book.owned)
 
         together(self.mesh.world, prepare)

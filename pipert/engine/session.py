@@ -292,8 +292,8 @@ class Session:
         sizes = self._sizes.step(agreement.keys, agreement.weights)
         with Unscaling(self._unsummed(executor), data.scale):
             timings = executor.run(data, sizes)
-        if self._sharding is not None and call.training and agreement.trainable_from < self._position.stages:
-            self._sharding.optimizer.speculated = self._sharding.optimizer.early
+        if self._sharding is not None and executor.updates:
+            self._sharding.optimizer.speculated = True
         if call.training:
             self.timings = timings
             self.recent.append(timings)

@@ -80,6 +80,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         param_groups: hyper-parameters, as torch's; they may be changed between steps.
         decision: about the last update; None before the first.
         zero: the ZeRO stage, 0 without replicas.
+        given: the ZeRO stage that was asked for.
         early: as given.
         speculated: whether the last step of the pipeline has updated the weights, and `step` has not been called yet.
         buckets: the flat buffers.
@@ -111,7 +112,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         clip: float | None,
     ) -> None:
         self._pipe, self._make_rule, self._given, self._given_defaults = pipe, rule, params, defaults
-        self._given_zero = zero
+        self.given = zero
         self.zero, self.early, self.clip = 0, bool(early), clip
         self.buckets: list[Bucket] = []
         self.decision: Decision | None = None
@@ -121,14 +122,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.speculated = False
         pipe.attach(self)
 
-    def prepare(self, entries: Sequence[Entry]) -> None:
-        """Check the arguments and lay out the buffers; the pipeline calls it on every rank."""
-        if isinstance(self._given_zero, bool) or self._given_zero not in range(4):
-            raise ConfigError(f"zero = {self._given_zero!r} must be 0, 1, 2 or 3, a stage of ZeRO")
+    def check(self) -> None:
+        """Check the arguments that need no parameters; the pipeline calls it before `prepare`."""
+        if isinstance(self.given, bool) or self.given not in range(4):
+            raise ConfigError(f"zero = {self.given!r} must be 0, 1, 2 or 3, a stage of ZeRO")
         if self.clip is not None:
             check_max_norm(self.clip)
+
+    def prepare(self, entries: Sequence[Entry]) -> None:
+        """Check the parameters and lay out the buffers; the pipeline calls it on every rank."""
         replicas = self._pipe.mesh.dp
-        zero = self._given_zero if replicas > 1 else 0
+        zero = self.given if replicas > 1 else 0
         groups = _groups(self._given, [entry.parameter for entry in entries])
         super().__init__(groups, self._given_defaults)
         numbers = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
