@@ -1,7 +1,9 @@
 """Part of ``parallel.py``: replicas with their state shared out (ZeRO), and a pipeline, against torch DDP and FSDP2.
 
-A GPT on 2 ranks, one thread each. All train the same global batch with AdamW and take turns step by step: replicas in two
-micro-batches each, the pipeline in eight, as it would be used. Bytes are counted by pipert's transport and compared with the formulas of ``docs/zero.md``.
+A GPT on 2 ranks, one thread each, with a head as heavy as a block. All train the same global batch with AdamW, in
+micro-batches of one size, and take turns step by step. Bytes are counted by pipert's transport and compared with the
+formulas of ``docs/zero.md``. The pipeline, which shares the weights out like FSDP does, is compared with the faster of
+torch's two ways to do so; DDP, with everything on every rank and no bubble, stands beside it.
 """
 
 from __future__ import annotations
@@ -24,18 +26,19 @@ from pipert.models import GPT, CausalLMLoss
 from pipert.scheduler.action import Kind
 from pipert.scheduler.program import Program
 
-CONFIG = GPTConfig(layers=6, hidden=256, heads=4, sequence=128, vocabulary=2048, tied=False)
-SAMPLES, MICRO_BATCH, RATE = 16, 4, 1e-3
+CONFIG = GPTConfig(layers=7, hidden=256, heads=4, sequence=128, vocabulary=3072, tied=False)
+SAMPLES, MICRO_BATCH, RATE = 32, 4, 1e-3
 
-#: pipert's contestants: ZeRO stage and the pipeline's arguments. Stage 3 gathers a stage at a time, so it has several.
+#: pipert's contestants: ZeRO stage and the pipeline's arguments. From stage 2 on a stage of the pipeline is what is
+#: gathered and scattered at once, as a block is for FSDP2, so there are as many as blocks.
 OURS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero-1": (1, {}),
-    "zero-2": (2, {}),
-    "zero-3": (3, {"schedule": "interleaved", "chunks": 6}),
-    "pp 2": (0, {"schedule": "zb-v", "microbatches": 8}),
+    "zero-2": (2, {"schedule": "interleaved", "chunks": CONFIG.layers}),
+    "zero-3": (3, {"schedule": "interleaved", "chunks": CONFIG.layers}),
+    "pp 2": (0, {"schedule": "zb-v"}),
 }
 #: Who is compared with whom in torch: what a user would take instead.
-AGAINST = {"zero-1": "ddp-zero1", "zero-2": "fsdp2", "zero-3": "fsdp3", "pp 2": "ddp"}
+AGAINST = {"zero-1": ["ddp-zero1"], "zero-2": ["fsdp2"], "zero-3": ["fsdp3"], "pp 2": ["fsdp2", "fsdp3"]}
 
 
 def run(mesh: pipert.Mesh, folder: Path, rounds: int) -> dict[str, float]:
@@ -44,7 +47,7 @@ def run(mesh: pipert.Mesh, folder: Path, rounds: int) -> dict[str, float]:
     start_gloo(mesh, folder)
     whole = torch.randint(CONFIG.vocabulary, (SAMPLES, CONFIG.sequence), generator=torch.Generator().manual_seed(0))
     makers: dict[str, Callable[[], Callable[[], object]]] = {}
-    for kind in sorted({*AGAINST.values(), "ddp"}):
+    for kind in ("ddp", "ddp-zero1", "fsdp2", "fsdp3"):
         makers[f"torch {kind}"] = lambda kind=kind: _theirs(kind, mesh, whole)  # type: ignore[misc]
     meshes = {name: pipert.Mesh.from_transport(mesh.world, **{"pp" if "pp" in name else "dp": 2}) for name in OURS}
     for name in OURS:
@@ -53,9 +56,12 @@ def run(mesh: pipert.Mesh, folder: Path, rounds: int) -> dict[str, float]:
     seconds = all_turns(mesh, {name: make() for name, make in makers.items()}, rounds)
     for name, values in seconds.items():
         figures[f"{name}, tokens a second"] = SAMPLES * CONFIG.sequence / median(values)
-    for name, other in AGAINST.items():
-        figures[f"{name}, speed against torch"] = ratio(seconds[f"torch {other}"], seconds[f"pipert {name}"])
-        figures[f"{name}, memory against torch"] = figures[f"pipert {name}, MB"] / figures[f"torch {other}, MB"]
+    for name, others in AGAINST.items():
+        ours = seconds[f"pipert {name}"]
+        figures[f"{name}, speed against torch"] = min(ratio(seconds[f"torch {other}"], ours) for other in others)
+        least = min(figures[f"torch {other}, MB"] for other in others)
+        figures[f"{name}, memory against torch"] = figures[f"pipert {name}, MB"] / least
+    figures["pp 2, speed over DDP's"] = ratio(seconds["torch ddp"], seconds["pipert pp 2"])
     for name, (zero, _) in OURS.items():
         if zero:
             figures[f"{name}, bytes moved over the formula's"] = _moved(name, meshes[name], whole)

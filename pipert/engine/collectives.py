@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from pipert.comm.transport import Request, Transport
-from pipert.scheduler.action import Action
+from pipert.scheduler.action import Action, Kind
 
 
 class Collective(Protocol):
@@ -49,8 +49,19 @@ class Pending:
         return bool(self._started)
 
     def start(self, action: Action, collective: Collective) -> None:
-        """Start one, the next action of the row."""
+        """Start one, the next action of the row.
+
+        A SCATTER holds a copy of its stage's gradients until it is complete, so there is one at a time. Waiting for the
+        one before cannot close a circle: all replicas run the same program, so they can run it in step.
+        """
+        if action.kind is Kind.SCATTER:
+            self.settle(lambda earlier: earlier.kind is Kind.SCATTER)
         self._started.append(_Started(len(self._ends), action, collective, collective.start()))
+
+    def reap(self) -> None:
+        """Finish the first ones, as far as they are complete, without waiting."""
+        while self._started and all(request.test() for request in self._started[0].requests):
+            self._finish([self._started.pop(0)])
 
     def settle(self, needed: Callable[[Action], bool]) -> None:
         """Wait for some of them."""

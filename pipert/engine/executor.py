@@ -358,6 +358,7 @@ class Executor:
             self._vocabulary.reap()
         if self._pending:
             self._transport.progress()
+            self._pending.reap()
 
     def _finish(self) -> None:
         """The end of the step: everything is complete."""
