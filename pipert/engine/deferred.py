@@ -149,10 +149,10 @@ class Deferred:
         if dtype is not None:
             input = input.to(dtype)
         if input.is_contiguous():
-            output: torch.Tensor = _Linear.apply(input, weight, bias, self)  # type: ignore[no-untyped-call]
+            output: torch.Tensor = _apply(input, weight, bias, self)
             return output
         rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
-        output = _Linear.apply(rows, weight, bias, self)  # type: ignore[no-untyped-call]
+        output = _apply(rows, weight, bias, self)
         return output if input.dim() == 2 else output.view(*input.shape[:-1], len(weight))
 
     @property
@@ -297,7 +297,8 @@ class _Looking(TorchFunctionMode):
 def _splits(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether `_Linear` computes this layer's gradients exactly as torch does: as a product of two matrices."""
     return (
-        _own_leaf(weight)
+        not torch._C._are_functorch_transforms_active()
+        and _own_leaf(weight)
         and _plain(value)
         and _plain(weight)
         and value.dim() >= 2
@@ -384,6 +385,10 @@ class _Linear(torch.autograd.Function):
             else:
                 of_bias = _Sum(gradient).compute().to(ctx.bias.dtype)
         return of_value, of_weight, of_bias, None
+
+
+#: ``_Linear.apply`` without torch's part for its function transformations, in which `_splits` lets nothing be put off.
+_apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Linear).apply
 
 
 def _times(gradient: torch.Tensor, weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
