@@ -4,7 +4,10 @@ Every use has its own stream, named by a key: a parameter's name, or a dropout l
 has no past, so it can be drawn on any rank, in any order, and again (recompute), and the numbers are the same.
 
     stream(seed, "blocks.3.mlp.up.weight")          the initial values of one parameter
-    stream(seed, "blocks.3.mlp_dropout", 17, 5)     one mask: step 17, sample 5 of the batch
+    digest(seed, "dropout", "blocks.3.mlp_dropout", 17, 5)     the key of one mask: step 17, sample 5 of the batch
+
+A mask goes by counter: each element has its own number, so a rank with a part of a sample has that part of the mask,
+and every kind of device draws the same.
 
 A `Draw` says which step and samples a forward pass computes. It is set around the pass with `drawing` and read by
 layers with `current_draw`; it lives in a `contextvars.ContextVar`, so ranks that are threads do not see each other's.

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+import pipert.hipkernels as hk
 from pipert.errors import ConfigError
+from pipert.hipkernels.errors import KernelError
 from pipert.hipkernels.ops.optimizer import adamw_
 from pipert.optim.bucket import Bucket
 
@@ -69,10 +71,11 @@ class AdamW(Rule):
         self._moments: dict[Bucket, _Moments] = {}
 
     def prepare(self, buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -> None:
-        """Make the moments of what is trained now; those of others come with their first gradient."""
+        """Build the kernels, and make the moments of what is trained now; others' come with their first gradient."""
         for bucket in buckets:
             if bucket.group is not None and bucket.trainable:
                 self._of(bucket)
+                _prepare_kernels(bucket)
 
     def _of(self, bucket: Bucket) -> _Moments:
         if bucket not in self._moments:
@@ -150,6 +153,16 @@ class AdamW(Rule):
         """Both moments."""
         moments = self._moments.get(bucket)
         return () if moments is None else (moments.average, moments.square)
+
+
+def _prepare_kernels(bucket: Bucket) -> None:
+    """So that no step waits for a compiler."""
+    if bucket.need_master().dtype != torch.float32:
+        return
+    try:
+        hk.prepare(bucket.flat.device)
+    except KernelError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _runs(bucket: Bucket, steps: Sequence[int]) -> list[tuple[int, int, int, torch.Tensor]]:

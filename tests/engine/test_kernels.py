@@ -80,6 +80,18 @@ def test_kernels_are_ready_before_the_first_step(config: GPTConfig, monkeypatch:
     assert asked == [torch.device("cpu")]
 
 
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, [torch.device("cpu")]), (torch.float64, [])])
+def test_the_optimizers_kernels_are_ready_before_the_first_step(
+    dtype: torch.dtype, expected: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[torch.device] = []
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(dtype)
+    pipe = pipert.Pipeline(plain, torch.nn.functional.mse_loss, pipert.Mesh.local(), microbatches=1)
+    monkeypatch.setattr(hk, "prepare", lambda device: asked.append(device) or "kernels")
+    pipert.ZeroAdamW(pipe)
+    assert asked[:1] == expected
+
+
 def test_ranks_of_which_only_some_have_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = ["kernels", "reference"]
     monkeypatch.setattr(hk, "prepare", lambda device: answers.pop())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from math import prod
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipert.errors import BatchError, ConfigError
+from pipert.hipkernels.reference.dropout import philox
 from pipert.layers import Dropout, Part, name_layers
 from pipert.randomness import Draw, drawing
 
@@ -177,6 +179,39 @@ def test_a_part_of_a_dimension_that_the_input_does_not_have_is_refused() -> None
         Dropout(0.5, "d", Part(2, 0, 2))(torch.ones(1, 4))
 
 
-def test_parts_of_empty_samples_are_fine() -> None:
+PARTS = [None, Part(1, 1, 2), Part(2, 1, 3)]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_masks_are_philoxs_with_and_without_kernels(
+    part: Part | None, p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x, draw = Dropout(p, "d", part), torch.randn(3, 5, 7), Draw(1, 2, (4, 8, 15))
+    results = []
+    for mode in ("required", "reference"):
+        monkeypatch.setenv("PIPERT_KERNELS", mode)
+        with drawing(draw):
+            results.append(layer(x))
+    assert torch.equal(*results)
+    whole = [size * (part.parts if part is not None and part.dim == dim else 1) for dim, size in enumerate(x.shape)]
+    words = philox(layer.keys(draw, x)[:, None], torch.arange(prod(whole[1:]) // 4 + 1)).reshape(3, -1)
+    mask = (words[:, : prod(whole[1:])] >= round(p * 2**32)).reshape(whole)
+    if part is not None:
+        mask = mask.chunk(part.parts, part.dim)[part.index]
+    assert torch.equal(results[0] != 0, mask)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("part", PARTS)
+def test_masks_are_the_same_on_a_gpu(part: Part | None) -> None:
+    layer, x = Dropout(0.3, "d", part), torch.randn(3, 5, 7)
+    with drawing(Draw(1, 2, (4, 8, 15))):
+        assert torch.equal(layer(x) != 0, layer(x.cuda()).cpu() != 0)
+
+
+def test_empty_samples_are_fine() -> None:
+    with drawing(Draw(0, 0, ())):
+        assert Dropout(0.5, "d")(torch.ones(0, 4)).shape == (0, 4)
     with drawing(Draw(0, 0, (0,))):
         assert Dropout(0.5, "d", Part(1, 1, 2))(torch.ones(1, 0, 3)).shape == (1, 0, 3)
