@@ -338,6 +338,10 @@ def test_a_trace_is_written_for_perfetto(pipert_schedule, tmp_path: Path) -> Non
         (["1f1b", "--chunks", "2"], "1f1b puts one stage on a rank, not chunks = 2"),
         (["1f1b", "--ranks", "0"], "ranks = 0 must be an integer >= 1"),
         (["1f1b", "--ranks", "two"], "Invalid value for '--ranks'"),
+        (
+            ["1f1b", "--format", "torhc"],
+            "no format is called 'torhc'; there are auto, pipert, torch, deepspeed, megatron",
+        ),
         (["1f1b", "--transport", "ncl-pair"], "no transport is called 'ncl-pair'; did you mean nccl-pair?"),
         ([], "Missing argument 'NAME|FILE'"),
     ],
@@ -370,6 +374,28 @@ def test_a_file_that_cannot_be_read_ends_with_2_and_its_line(pipert_schedule, tm
     done = pipert_schedule(command, tmp_path / "wrong.txt")
     assert done.code == 2
     assert re.search(r"FormatError: .*wrong.txt, line 4, action 0: '0F0xyz' is not an action", done.err)
+
+
+@pytest.mark.parametrize("command", ["show", "check", "simulate"])
+def test_a_file_that_was_cut_off_between_its_rows_is_no_other_schedule(
+    pipert_schedule, tmp_path: Path, command: str
+) -> None:
+    lines = dumps(generate("1f1b", 3, 4, 1)).splitlines(keepends=True)
+    for length in range(len(lines)):
+        (tmp_path / "cut.txt").write_text("".join(lines[:length]))
+        done = pipert_schedule(command, tmp_path / "cut.txt")
+        assert (done.code, done.out) == (2, "")
+        assert "FormatError" in done.err
+
+
+def test_check_says_that_a_file_may_have_been_cut_off_within_a_row(pipert_schedule, tmp_path: Path) -> None:
+    text = dumps(generate("1f1b", 3, 4, 1))
+    (tmp_path / "cut.txt").write_text(text[:-5])
+    done = pipert_schedule("check", tmp_path / "cut.txt")
+    assert done.code == 1
+    assert "cut.txt ends within a line, so it may have been cut off" in done.err
+    (tmp_path / "whole.txt").write_text(text.rstrip())
+    assert pipert_schedule("check", tmp_path / "whole.txt").err == ""
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from pipert.cli.schedule_inputs import (
     Source,
     Transport,
     colours,
+    is_cut,
     numbers,
     on,
     read,
@@ -126,6 +127,8 @@ def check(
     if isinstance(target, Program):
         proof = verify(on(target, semantics), limits=limits)
     typer.echo(str(proof))
+    if not proof.ok and is_cut(source):
+        typer.echo(f"{source} ends within a line, so it may have been cut off", err=True)
     raise typer.Exit(0 if proof.ok else 1)
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from pipert.scheduler.errors import FormatError, LayoutError
+from pipert.scheduler.formats.files import check_format
 from pipert.scheduler.formats.files import read as read_file
 from pipert.scheduler.generators.registry import GENERATORS, generate
 from pipert.scheduler.lower import lower
@@ -59,6 +60,7 @@ def read(
     group_size: int | None = None,
 ) -> Schedule | Program:
     """The schedule of that name, else the file; what a file has that is left out is told on standard error."""
+    check_format(format)
     if source in GENERATORS:
         return generate(source, ranks, microbatches, chunks, group_size)
     try:
@@ -72,6 +74,15 @@ def read(
     near = get_close_matches(source.lower(), GENERATORS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"the names are {', '.join(GENERATORS)}"
     raise LayoutError(f"{source} is neither a schedule's name nor a file; {hint}")
+
+
+def is_cut(source: str) -> bool:
+    """Whether the source is a file whose last line has no end, as that of a file that was cut off."""
+    if source in GENERATORS or not Path(source).is_file():
+        return False
+    with Path(source).open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) not in b"\r\n"
 
 
 def rules(transport: str | None, group: str | None) -> Semantics | None:

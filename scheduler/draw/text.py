@@ -42,6 +42,8 @@ def text(target: Schedule | Program | Timeline, *, width: int = 100, colours: bo
 
 def _in_order(target: Schedule | Program, width: int, colours: bool) -> Iterator[str]:
     """One line a rank, one column an action."""
+    if not target.rows:
+        return
     names = _names(target.num_ranks)
     room = max(width - len(names[0]) - 1, 8)
     rows = [list(row[:room]) for row in target.rows]

@@ -58,14 +58,23 @@ def loads(content: str, format: str = "auto", *, name: str = "", semantics: Sema
     Raises:
         FormatError: as for `read`.
     """
-    if format not in ("auto", *FORMATS):
-        raise FormatError(f"no format is called {format!r}; there are auto, {', '.join(FORMATS)}")
+    check_format(format)
     chosen = detect(content) if format == "auto" else format
     if chosen == "torch":
         return torch_csv.loads(content, name=name or chosen, semantics=semantics)
     if chosen == "deepspeed":
         return instructions.loads(content, name=name or chosen, semantics=semantics)
     return megatron.loads(content, name=name or chosen) if chosen == "megatron" else Imported(text.loads(content))
+
+
+def check_format(format: str) -> None:
+    """Refuse a format that does not exist.
+
+    Raises:
+        FormatError: it is neither ``auto`` nor one of `FORMATS`.
+    """
+    if format not in ("auto", *FORMATS):
+        raise FormatError(f"no format is called {format!r}; there are auto, {', '.join(FORMATS)}")
 
 
 def detect(content: str) -> str:

@@ -21,7 +21,7 @@ class Imported:
 
     Attributes:
         value: what was read; like any schedule or program it may be wrong, which `verify` tells.
-        notices: what the file has that pipert leaves out, in words.
+        notices: what the file has that pipert leaves out, and what of it is read in an unusual way, in words.
     """
 
     value: Schedule | Program

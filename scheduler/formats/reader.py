@@ -193,7 +193,7 @@ def _build(contents: _Contents) -> Schedule | Program:
     for needed in ("microbatches", "placement", *(("transport",) if contents.is_program else ())):
         if needed not in fields:
             fail(end, f"no {needed!r} in the file", f"add a line '{needed} …'")
-    rows = _in_order(contents.rows["rank"], "rank", end)
+    rows = _in_order(contents.rows["rank"], "rank", end, fields["placement"].num_ranks)
     actions = tuple(row.actions for row in rows)
     groups = tuple(row.groups for row in rows)
     name, placement, microbatches = fields.get("name", "unnamed"), fields["placement"], fields["microbatches"]
@@ -204,7 +204,9 @@ def _build(contents: _Contents) -> Schedule | Program:
         return Schedule(name, placement, microbatches, actions)
     made_from: tuple[ActionRow, ...] = tuple(row.computations() for row in actions)
     if contents.rows["schedule"]:
-        made_from = tuple(row.actions for row in _in_order(contents.rows["schedule"], "schedule", end))
+        made_from = tuple(
+            row.actions for row in _in_order(contents.rows["schedule"], "schedule", end, placement.num_ranks)
+        )
     schedule = Schedule(name, placement, microbatches, made_from)
     return Program(
         schedule,
@@ -218,8 +220,11 @@ def _build(contents: _Contents) -> Schedule | Program:
     )
 
 
-def _in_order(rows: dict[int, Row], keyword: str, end: int) -> list[Row]:
+def _in_order(rows: dict[int, Row], keyword: str, end: int, ranks: int) -> list[Row]:
     for rank in range(len(rows)):
         if rank not in rows:
             fail(end, f"{len(rows)} rows, but none for {keyword} {rank}", "number the ranks from 0 without gaps")
+    if len(rows) != ranks:
+        remedy = "give each rank one row, even an empty one; a file with fewer may have been cut off"
+        fail(end, f"{len(rows)} {keyword!r} rows for a placement on {ranks} ranks", remedy)
     return [rows[rank] for rank in range(len(rows))]

@@ -22,8 +22,10 @@
     comment   = "#" and the rest of the line
 
 A transport without options is one of `semantics.NAMED`; the options are the fields of `Semantics`. A program without
-``schedule`` rows was made from the computations in its own rows. A file may hold a schedule that makes no sense, such
-as a stage on two ranks: reading tells only whether it is written in this format, `verify` whether it is right.
+``schedule`` rows was made from the computations in its own rows. Every rank of the placement has a row, if only an
+empty one, so that a file that was cut off is not read as another schedule. A file may hold a schedule that makes no
+sense, such as a stage on two ranks: reading tells only whether it is written in this format, `verify` whether it is
+right.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ import numpy as np
 from pipert.scheduler.action import NUMBERLESS, Kind
 from pipert.scheduler.errors import FormatError
 from pipert.scheduler.formats.reader import VERSION, read
+from pipert.scheduler.placement import Placement
 from pipert.scheduler.program import Program, Span
 from pipert.scheduler.row import ActionRow
 from pipert.scheduler.schedule import Schedule
@@ -97,6 +100,7 @@ def _schedule(schedule: Schedule) -> Iterator[str]:
 def _program(program: Program) -> Iterator[str]:
     if program.groups and len(program.groups) != len(program.rows):
         raise FormatError(f"groups for {len(program.groups)} ranks in a program of {len(program.rows)}")
+    _check_count(program, program.placement)
     yield f"pipert-program {VERSION}"
     yield from _head(program.schedule)
     yield f"transport {_transport(program.semantics)}"
@@ -114,8 +118,6 @@ def _program(program: Program) -> Iterator[str]:
     for rank, row in enumerate(program.rows):
         yield f"rank {rank}: {' '.join(_grouped(_words(row, rank), program.spans(rank), rank))}".rstrip()
     if program.schedule.rows != tuple(row.computations() for row in program.rows):
-        if not program.schedule.rows:
-            raise FormatError("the program's schedule has no rows; give it one for each rank")
         for rank, row in enumerate(program.schedule.rows):
             yield f"schedule {rank}: {' '.join(_words(row, rank))}".rstrip()
 
@@ -123,9 +125,16 @@ def _program(program: Program) -> Iterator[str]:
 def _head(schedule: Schedule) -> Iterator[str]:
     if schedule.microbatches < 0:
         raise FormatError(f"microbatches = {schedule.microbatches} has no text form; a step has at least one")
+    _check_count(schedule, schedule.placement)
     yield f"name {_name(schedule.name)}"
     yield f"microbatches {schedule.microbatches}"
     yield f"placement {schedule.placement}"
+
+
+def _check_count(value: Schedule | Program, placement: Placement) -> None:
+    if len(value.rows) != placement.num_ranks:
+        rows = f"{len(value.rows)} rows for a placement on {placement.num_ranks} ranks"
+        raise FormatError(f"{rows} have no text form; give each rank one, which may be empty")
 
 
 def _name(name: str) -> str:

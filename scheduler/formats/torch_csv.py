@@ -7,8 +7,8 @@
 
 The kinds F, I, W, B, SEND_F, RECV_F, SEND_B and RECV_B mean what they mean here. The parts of an overlapped action
 become actions one behind the other. Older versions of torch write BW for the whole backward and B for its input half: a
-file with a BW is read so. UNSHARD, RESHARD and REDUCE_GRAD belong to sharded data parallelism, which is no
-part of a schedule: they are left out, with a notice.
+file with a BW is read so, with a notice. UNSHARD, RESHARD and REDUCE_GRAD belong to sharded data parallelism, which is
+no part of a schedule: they are left out, with a notice.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _SHARDING = re.compile(rf"\d+({'|'.join(SHARDING)})(\d*)", re.ASCII)
 #: How older versions of torch spell B and I, in the order in which they are to be replaced.
 _OLDER = ((re.compile(r"(\d+)B(\d+)", re.ASCII), r"\1I\2"), (re.compile(r"(\d+)BW(\d+)", re.ASCII), r"\1B\2"))
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_KIND = re.compile(r"\d+([A-Z_]+)\d*", re.ASCII)
 _KINDS = (*(kind for kind in Kind if kind.is_scheduled), Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 
 
@@ -48,14 +49,16 @@ def loads(text: str, *, name: str = "torch", semantics: Semantics = NCCL_PAIR) -
         FormatError: a cell is no action, or stages are missing.
     """
     left_out: Counter[str] = Counter()
-    if _OLDER[1][0].search(text):
-        for spelling, now in _OLDER:
-            text = spelling.sub(now, text)
+    older = _OLDER[1][0].search(text)
+    for spelling, now in _OLDER if older else ():
+        text = spelling.sub(now, text)
     rows = [
         [action for place, cell in enumerate(cells) for action in _actions(cell.strip(), line, place, left_out)]
         for line, cells in enumerate(_cells(text), 1)
     ]
-    return Imported(assembled(name, rows, semantics), notice(left_out, "sharding is no part of a schedule"))
+    notices = notice(left_out, "sharding is no part of a schedule")
+    spelling = ("there is a BW, so this is read as older torch's: BW is the whole backward, B its input half",)
+    return Imported(assembled(name, rows, semantics), notices + spelling if older else notices)
 
 
 def dumps(value: Schedule | Program) -> str:
@@ -97,11 +100,10 @@ def _actions(cell: str, line: int, place: int, left_out: Counter[str]) -> Iterat
 
 
 def _action(word: str, line: int, place: int) -> Action:
+    kind, known = _KIND.fullmatch(word), [kind.name for kind in _KINDS]
+    if kind and kind[1] not in known:
+        raise FormatError(f"row {line}, cell {place}: torch has no kind {kind[1]}; the kinds are {', '.join(known)}")
     try:
-        action = Action.parse(word)
+        return Action.parse(word)
     except ActionError as error:
         raise FormatError(f"row {line}, cell {place}: {error}") from error
-    if action.kind not in _KINDS:
-        known = ", ".join(kind.name for kind in _KINDS)
-        raise FormatError(f"row {line}, cell {place}: torch has no kind {action.kind.name}; the kinds are {known}")
-    return action

@@ -50,8 +50,8 @@ def _wrong_spans(subject: Subject, stage: int) -> Iterator[Fault]:
 
 def _used_while_freed(subject: Subject, stage: int, gathers: Table, frees: Table) -> Iterator[Fault]:
     index = subject.index
-    uses = np.concatenate([index.table(kind)[stage] for kind in NEEDS if index.has(kind)])
-    uses = np.sort(uses[uses >= 0])
+    tables = [index.table(kind)[stage] for kind in NEEDS if index.has(kind)]
+    uses = np.sort(np.concatenate([table[table >= 0] for table in tables] or [gathers[:0]]))
     before = np.searchsorted(gathers, uses) - 1
     whole = (before >= 0) & (np.append(frees, -1)[before] > uses)
     for position in uses[~whole].tolist():

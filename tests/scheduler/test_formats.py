@@ -77,7 +77,10 @@ def test_torch_accepts_what_is_exported(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0B0\n1F0,1X0\n", r"row 2, cell 1: '1X0' has the unknown kind 'X'"),
+        (
+            "0F0,0B0\n1F0,1X0\n",
+            "row 2, cell 1: torch has no kind X; the kinds are F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B$",
+        ),
         ("0F0xyz\n", "row 1, cell 0: '0F0xyz' is not an action"),
         ("(0F0;1B0\n", "row 1, cell 0: .* is not an action"),
         ("0F0,0TIE0\n", "torch has no kind TIE; the kinds are F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B"),
@@ -291,7 +294,7 @@ def test_the_format_of_a_file_is_told_by_its_first_line(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "wrong.csv"
     path.write_text("0F0,0Q0\n")
-    with pytest.raises(FormatError, match=r"wrong.csv, row 1, cell 1: '0Q0' has the unknown kind"):
+    with pytest.raises(FormatError, match=r"wrong.csv, row 1, cell 1: torch has no kind Q"):
         files.read(path)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(FormatError, match="is no UTF-8 text"):
@@ -308,5 +311,8 @@ def test_an_unknown_first_line_is_refused_with_what_pipert_expects(tmp_path: Pat
 
 
 def test_older_torch_spells_the_whole_backward_bw_and_its_input_half_b() -> None:
-    old = torch_csv.loads("0F0,0F1,0RECV_B0,0B0,0W0,0BW1").value
-    assert str(old.rows[0]) == "0F0 0F1 0RECV_B0 0I0 0W0 0B1"
+    old = torch_csv.loads("0F0,0F1,0RECV_B0,0B0,0W0,0BW1")
+    assert str(old.value.rows[0]) == "0F0 0F1 0RECV_B0 0I0 0W0 0B1"
+    assert old.notices == (
+        "there is a BW, so this is read as older torch's: BW is the whole backward, B its input half",
+    )

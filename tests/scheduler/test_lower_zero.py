@@ -162,6 +162,13 @@ def test_weights_that_are_not_there_are_a_fault(old: str, new: str, words: str |
     assert "remedy:" in str(caught.value)
 
 
+def test_weights_without_any_computation_are_judged_too() -> None:
+    program = update_program(Placement((0,)), MPI, (), zero=3)
+    schedule = replace(program.schedule, microbatches=1)
+    nothing = replace(program, schedule=schedule, rows=(ActionRow.parse("0GATHER0 0FREE0"),))
+    assert "completeness" in {fault.rule for fault in verify(nothing).faults}
+
+
 @pytest.mark.parametrize(
     ("zero", "old", "new", "words"),
     [

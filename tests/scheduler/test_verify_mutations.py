@@ -18,6 +18,8 @@ from pipert.scheduler import compiled
 from pipert.scheduler.action import Kind
 from pipert.scheduler.generators.registry import GENERATORS, generate
 from pipert.scheduler.lower import lower
+from pipert.scheduler.lower.updates import update_program
+from pipert.scheduler.placement import Placement
 from pipert.scheduler.program import Program
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.semantics import Semantics
@@ -86,7 +88,17 @@ def test_verifier_and_executor_agree_on_programs_run_on_another_transport(
     agree(replace(program, semantics=run_on, groups=program.groups if run_on.grouped else ()))
 
 
+def random_update(random: Random) -> Program:
+    placement = random.choice((Placement.linear, Placement.v, lambda ranks: Placement.looped(ranks, 3)))
+    parts = [kind for kind in (Kind.NORM, Kind.UNDO, Kind.STEP) if random.random() < 0.7]
+    return update_program(
+        placement(random.randint(1, 4)), random.choice(ALL_SEMANTICS), parts, zero=random.randint(0, 3)
+    )
+
+
 def random_program(random: Random) -> Program:
+    if random.random() < 0.1:
+        return random_update(random)
     name = random.choice([*GENERATORS, "v-shaped"])
     ranks, microbatches = random.randint(1, 4), random.randint(1, 8)
     chunks = random.randint(1, 3) if name != "v-shaped" and GENERATORS[name].chunked else 1
@@ -96,13 +108,16 @@ def random_program(random: Random) -> Program:
     spread = Vocabulary(trainable_from == 0 and random.random() < 0.7, random.random() < 0.7)
     vocabulary = spread if random.random() < 0.3 else None
     zero = random.choice((0, 0, 1, 2, 3) if vocabulary is None else (0, 1))
+    copies = random.sample(range(trainable_from, stages), min(random.choice((0, 0, 2, 3)), stages - trainable_from))
     return lower(
         schedule,
         random.choice(ALL_SEMANTICS),
         trainable_from=trainable_from,
+        ties=[copies] if len(copies) > 1 else [],
         vocabulary=vocabulary,
         reduce=zero > 0 or random.random() < 0.3,
         zero=zero,
+        alike=random.random() < 0.7,
         early=random.random() < 0.5,
         offload={stage: random.randint(1, 2) for stage in range(stages) if random.random() < 0.4},
         meta=random.choice(((), (0,))),
