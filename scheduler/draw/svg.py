@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -17,7 +17,7 @@ from pipert.scheduler.timeline import Timeline
 # Pixels.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 78, 82, 20, 66
 _HEAD, _LANE, _GAP, _BETWEEN = 30, 26, 5, 20
-_STRIP, _DIGIT = 4, 6.4
+_STRIP, _DIGIT, _LINE = 4, 6.4, 18
 
 #: Messages are drawn at the rank that sends them.
 RECEIVES = {kind for kind in Kind if kind.is_message and not kind.is_send}
@@ -86,7 +86,8 @@ def svg(*targets: Timeline | Schedule, width: int = 960, unit: str = "") -> str:
     for timeline in drawn:
         tops.append(tops[-1] + _HEAD + timeline.num_ranks * (_LANE + _GAP) + _BETWEEN)
     bottom = tops[-1] - _BETWEEN
-    height = bottom + _BOTTOM
+    legend = list(_legend(drawn, width))
+    height = bottom + _BOTTOM + _LINE * legend[-1].line
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
         _STYLE,
@@ -97,7 +98,7 @@ def svg(*targets: Timeline | Schedule, width: int = 960, unit: str = "") -> str:
         parts += _grid(top + _HEAD, top + _HEAD + timeline.num_ranks * (_LANE + _GAP) - _GAP, scale)
         for rank in range(timeline.num_ranks):
             parts += _lane(timeline, rank, top + _HEAD + rank * (_LANE + _GAP), scale)
-    return "\n".join([*parts, *_axis(bottom, scale), *_legend(drawn, bottom + 38), "</svg>", ""])
+    return "\n".join([*parts, *_axis(bottom, scale), *_explained(legend, bottom + 38), "</svg>", ""])
 
 
 def _played(schedule: Schedule) -> Timeline:
@@ -179,18 +180,39 @@ def _axis(y: int, scale: _Scale) -> Iterator[str]:
         yield _text("note middle", scale.x(tick), y + 12, scale.text(tick))
 
 
-def _legend(drawn: Iterable[Timeline], y: int) -> Iterator[str]:
-    """The kinds that occur, each with its colour, and what numbers and shades mean."""
+@dataclass(frozen=True)
+class _Entry:
+    """A word of the legend, behind a box of its colour if it has one, and where it stands."""
+
+    words: str
+    fill: str
+    x: float
+    line: int
+
+
+def _legend(drawn: Sequence[Timeline], width: int) -> Iterator[_Entry]:
+    """The kinds that occur, each with its colour, and what numbers and shades mean; in as many lines as it takes."""
     kinds = {Kind(kind) for one in drawn for kind in set((one.codes >> KIND_SHIFT & KIND_MASK).tolist())}
     entries = [(NAMES[kind], colour(kind)) for kind in sorted(kinds) if kind in NAMES]
     entries += [("message", colour(Kind.SEND_F))] if any(kind.is_message for kind in kinds) else []
-    x = float(_LEFT)
-    for name, fill in entries:
-        yield f'<rect x="{x:.1f}" y="{y}" width="12" height="12" rx="2.5" fill="{fill}"/>'
-        yield _text("note", x + 18, y + 10, name)
-        x += 18 + 6.2 * len(name) + 22
     several = any(len(set((one.lane(0).codes >> STAGE_SHIFT).tolist())) > 1 for one in drawn)
-    yield _text("note", x, y + 10, "number: micro-batch" + (", lighter: later stage of the rank" if several else ""))
+    entries.append(("number: micro-batch" + (", lighter: later stage of the rank" if several else ""), ""))
+    x, line = float(_LEFT), 0
+    for words, fill in entries:
+        wide = 18 * bool(fill) + 6.2 * len(words)
+        if x + wide > width and x > _LEFT:
+            x, line = float(_LEFT), line + 1
+        yield _Entry(words, fill, x, line)
+        x += wide + 22
+
+
+def _explained(legend: Iterable[_Entry], y: int) -> Iterator[str]:
+    for entry in legend:
+        x, top = entry.x, y + _LINE * entry.line
+        if entry.fill:
+            yield f'<rect x="{x:.1f}" y="{top}" width="12" height="12" rx="2.5" fill="{entry.fill}"/>'
+            x += 18
+        yield _text("note", x, top + 10, entry.words)
 
 
 def _text(style: str, x: float, y: float, text: str) -> str:

@@ -57,8 +57,9 @@ def loads(text: str, *, name: str = "torch", semantics: Semantics = NCCL_PAIR) -
         for line, cells in enumerate(_cells(text), 1)
     ]
     notices = notice(left_out, "sharding is no part of a schedule")
-    spelling = ("there is a BW, so this is read as older torch's: BW is the whole backward, B its input half",)
-    return Imported(assembled(name, rows, semantics), notices + spelling if older else notices)
+    if older:
+        notices += ("there is a BW, so this is read as older torch's: BW is the whole backward, B its input half",)
+    return Imported(assembled(name, rows, semantics), notices)
 
 
 def dumps(value: Schedule | Program) -> str:

@@ -20,6 +20,7 @@ from pipert.scheduler.generators.interleaved import interleaved
 from pipert.scheduler.generators.one_f_one_b import one_f_one_b
 from pipert.scheduler.generators.registry import generate
 from pipert.scheduler.lower import lower
+from pipert.scheduler.placement import Placement
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.semantics import MPI
 from pipert.scheduler.simulate import simulate
@@ -146,6 +147,19 @@ def test_the_picture_in_the_documents_is_what_is_drawn_today() -> None:
     shown = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 1)]
     drawn = svg(*(generate(name, 4, 8, chunks) for name, chunks in shown))
     assert PICTURE.read_text(encoding="utf-8") == drawn, f"write svg(...) of these schedules to {PICTURE}"
+
+
+def test_a_legend_of_many_kinds_stays_within_the_picture() -> None:
+    program = lower(interleaved(2, 3, 2), MPI, reduce=True, zero=3, early=True, meta=[0])
+    for width in (200, 960):
+        root = ElementTree.fromstring(svg(simulate(program, Costs(1, 2, comm=0.2, reduce=1, gather=1)), width=width))
+        for box in root.iter(f"{SVG}rect"):
+            assert float(box.attrib["x"]) + float(box.attrib["width"]) <= width
+            assert float(box.attrib["y"]) + float(box.attrib["height"]) <= float(root.attrib["height"])
+
+
+def test_a_drawing_of_nothing_is_empty() -> None:
+    assert text(Schedule("nothing", Placement.linear(2), 1, ())) == ""
 
 
 def test_names_are_escaped() -> None:
