@@ -492,7 +492,7 @@ class _Run:
             batches = [microbatch] if kind is Kind.SCATTER else range(self.program.microbatches)
             for each in batches if stage >= self.program.trainable_from else ():
                 self.require(operation.action, ("weight", stage, each))
-            for each in range(self.program.microbatches) if kind is Kind.REDUCE else ():
+            for each in range(self.program.microbatches) if kind is not Kind.SCATTER else ():
                 self.require_shards(operation.action, each)
             same = [one for one in own.values() if one.action.stage == stage and one.action.kind in SUMS]
             return all(one.complete for one in same if one.place < operation.place)
