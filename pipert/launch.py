@@ -110,8 +110,8 @@ def memory_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """What tells glibc's malloc to keep freed memory for the next step; nothing where the user has told it anything.
 
     By itself it gives memory back to the kernel between steps, and more of it the more a schedule keeps live. The
-    kernel fills each page with zeros when it is touched again, which took a zero-bubble schedule 5 % of its time
-    (`benchmarks/schedules.py`). Blocks above 32 MiB, malloc's own limit, still come from the kernel.
+    kernel fills each page with zeros when it is touched again, which makes backwards in two halves slower than whole
+    ones. Blocks above 32 MiB, malloc's own limit, still come from the kernel.
     """
     if "GLIBC_TUNABLES" in environ or any(name.startswith("MALLOC_") for name in environ):
         return {}

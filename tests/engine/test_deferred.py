@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from pipert.engine.deferred import Deferred, Products, deferring
+from pipert.engine.deferred import Deferred, Products, _Ready, deferring
 from pipert.layers import Linear
 
 Gradients = dict[str, torch.Tensor | None]
@@ -404,3 +404,32 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
     products = Products(layer)
     assert in_two_halves(layer, products, torch.randn(4, 6, requires_grad=True)) == [None, None]
     assert products.others is True
+
+
+def test_a_first_gradient_is_taken_and_later_ones_are_added_in_place() -> None:
+    given = tensors((4, 6), 6, torch.float32, False)
+    weight, pointers = given["weight"], list[int]()
+    for _ in range(2):
+        deferred = Deferred()
+        with deferring(deferred):
+            output = F.linear(given["x"], weight)
+        deferred.first_half([output], [gradient_for(output, 1)])
+        (parts,) = deferred._parts.values()
+        ready = parts[0].compute()
+        parts[:] = [_Ready(ready)]
+        deferred.accumulate()
+        assert weight.grad is not None
+        pointers += [ready.data_ptr(), weight.grad.data_ptr()]
+    first, taken, second, after = pointers
+    assert first == taken == after != second
+
+
+def test_function_transformations_run_as_without_a_split() -> None:
+    given = tensors((4, 6), 6, torch.float32, False)
+
+    def mapped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: F.linear(row[None], weight)[0])(x)
+
+    mine, wanted = halves(mapped, given), whole(mapped, given)
+    for name in given:
+        torch.testing.assert_close(mine[name], wanted[name], rtol=1e-6, atol=1e-6)
