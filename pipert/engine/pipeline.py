@@ -5,50 +5,34 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import nn
 
 from pipert.comm.mesh import Mesh
 from pipert.engine.auto import AutoOptions
-from pipert.engine.build import build, weigh
-from pipert.engine.loss import CountFunction, LossFunction, Widened, default_count
+from pipert.engine.design import Design
+from pipert.engine.loss import CountFunction, LossFunction, default_count
 from pipert.engine.norm import gradient_norm, multiply, norm_of
-from pipert.engine.planner import Planner
-from pipert.engine.programs import Offload, ProgramKey, Programs, ScheduleSource, kept_by_stage
-from pipert.engine.recompute import RecomputeSetting, per_stage
+from pipert.engine.programs import Offload, ScheduleSource
+from pipert.engine.recompute import RecomputeSetting
 from pipert.engine.refusals import together
 from pipert.engine.result import StepResult
 from pipert.engine.session import Call, Session
 from pipert.engine.settings import Settings, VocabularyPlace, usable_device
 from pipert.engine.sharding import Sharding
-from pipert.engine.spread import SpreadModel
-from pipert.engine.stage import Stage, warm_up
-from pipert.engine.tensor_parallel import check_model, over_vocabulary, shared_out
 from pipert.engine.timings import gather
 from pipert.errors import ConfigError
-from pipert.graph.model_graph import ModelGraph
-from pipert.graph.stage import StageModule, TracedModel
-from pipert.graph.trace import trace
-from pipert.layers.shard import is_summed
+from pipert.graph.stage import StageModule
 from pipert.optim.loss_scale import Decision, LossScale, LossScaler, check_max_norm, clip_factor
 from pipert.optim.memory import Memory, nbytes
-from pipert.optim.precision import HALF, Precision
+from pipert.optim.precision import Precision
 from pipert.optim.zero import ZeroOptimizer
-from pipert.partition.limits import StageLimit
-from pipert.partition.partition import Partition
-from pipert.partition.solve import partition_graph
 from pipert.scheduler.action import Kind
 from pipert.scheduler.costs import Costs
-from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.search import Found
-from pipert.scheduler.semantics import Semantics
 from pipert.scheduler.timeline import Timeline
 from pipert.scheduler.verify import Proof
-from pipert.scheduler.vocabulary import Vocabulary
 
 
 class Pipeline:
@@ -138,13 +122,9 @@ class Pipeline:
         offload: Offload = None,
         vocabulary: VocabularyPlace = "ends",
     ) -> None:
-        self.mesh, searched = mesh, schedule == "auto"
-        self._offload, self._spreads = offload, vocabulary == "spread"
-
-        def decide() -> tuple[Settings, Programs | None, TracedModel]:
-            where = usable_device(device)
+        def settle() -> Settings:
             exact = Precision.of(precision, dtype)
-            settings = Settings(
+            return Settings(
                 loss_fn,
                 schedule,
                 microbatches,
@@ -155,7 +135,7 @@ class Pipeline:
                 count_fn,
                 seed,
                 dynamic,
-                where,
+                usable_device(device),
                 dtype if exact is None else exact.parameters,
                 exact,
                 loss_scale,
@@ -163,99 +143,17 @@ class Pipeline:
                 offload,
                 vocabulary,
             )
-            if settings.vocabulary == "spread" and mesh.tp > 1:
-                raise ConfigError(
-                    f"vocabulary = 'spread' with tp = {mesh.tp}: the rows are shared out among tensor-parallel ranks "
-                    "already; use one of the two"
-                )
-            made = None if searched else self._make_programs(schedule, microbatches, chunks)
-            if made is not None:
-                per_stage(recompute, made.placement.num_stages)
-            traced = trace(part, example)
-            if settings.dtype is not None:
-                name, itemsize = str(settings.dtype).removeprefix("torch."), settings.dtype.itemsize
-                traced = replace(traced, graph=traced.graph.in_dtype(name, itemsize))
-            return settings, made, traced
 
-        together(mesh.world, lambda: check_model(model, mesh))
-        part = shared_out(model, mesh)
-        self._sums = mesh.dp > 1 or (mesh.tp > 1 and any(map(is_summed, part.parameters())))
-        self._settings, programs, traced = together(mesh.world, decide)
-        self._loss_fn, self._whole = over_vocabulary(traced, loss_fn)
-        stages = mesh.pp if programs is None else programs.placement.num_stages
-        self.graph = weigh(traced, self._settings, mesh, stages, halves=searched)
-        self._spread = together(mesh.world, lambda: self._take_vocabulary(traced))
-        cut = self.graph if self._spread is None else self._spread.graph
-        self._planner = Planner(mesh, self._settings, cut, self._semantics)
-        self._programs = programs or self._make_programs(self._planner.choose(), microbatches, 1)
-        placement = self._programs.placement
-        self._recompute = together(mesh.world, lambda: per_stage(recompute, placement.num_stages))
-        self.partition: Partition = together(mesh.world, self._cut)
-        mesh.pp_group.connect(pairwise(placement.owners))
-        parts = build(traced, self.graph, self.partition.assignment, placement, mesh, self._settings, self._spread)
-        self.proof: Proof = together(mesh.world, lambda: self._programs.proof(self._usual(parts.ties)))
-        together(mesh.world, lambda: warm_up(set(self._recompute) != {"none"}))
-        self._parts = parts
-        self._device = self._settings.device or _device_of(parts.modules)
+        self.mesh = mesh
+        self._design = design = Design(model, loss_fn, mesh, settle)
+        self._settings, self._programs, self._parts = design.settings, design.programs, design.parts
+        self.graph, self.partition = design.graph, design.partition
+        self.proof: Proof = design.prove()
         count = count_fn or default_count(loss_fn)
-        self._session = Session(mesh, self._programs, parts, self._stages(), count, self._device, dynamic)
+        self._session = Session(mesh, self._programs, self._parts, design.stages(), count, design.device, dynamic)
         self.step_index = 0
         self._optimizer: ZeroOptimizer | None = None
-        self.loss_scale = LossScaler(loss_scale or (LossScale() if _has_fp16(self.graph) else None))
-
-    # ---- construction ----------------------------------------------------------------------------------------------
-
-    def _make_programs(self, source: ScheduleSource, microbatches: int, chunks: int) -> Programs:
-        return Programs(
-            source, self.mesh.pp, microbatches, chunks, self._semantics, self._sums, self._offload, self._spreads
-        )
-
-    @property
-    def _semantics(self) -> Semantics:
-        return Semantics(**self.mesh.pp_group.semantics)  # type: ignore[arg-type]
-
-    def _cut(self) -> Partition:
-        placement = self._programs.placement
-        keep = kept_by_stage(self._offload, placement.num_stages)
-        lives = in_flight(self._programs.schedule(self._settings.microbatches))
-        limits = [
-            StageLimit(in_flight=min(live, keep.get(stage, live) + 1), recompute=mode)
-            for stage, (live, mode) in enumerate(zip(lives, self._recompute, strict=True))
-        ]
-        precision = self._settings.precision or Precision()
-        state = precision.state_bytes() / precision.parameters.itemsize
-        plan, cuts = self._programs.plan, self._settings.cuts
-        cuts = cuts if plan is None or plan.cuts is None else plan.cuts
-        return partition_graph(
-            self.graph,
-            placement.num_stages,
-            cuts=cuts,
-            limits=limits,
-            state=state,
-            spread_vocabulary=self._spread is not None,
-        )
-
-    def _take_vocabulary(self, traced: TracedModel) -> SpreadModel | None:
-        settings = self._settings
-        if settings.vocabulary == "ends":
-            return None
-        return SpreadModel.of(traced, self.graph, self.mesh.pp, settings.loss_fn)
-
-    def _usual(self, ties: Sequence[Any]) -> ProgramKey:
-        vocabulary = None if self._spread is None else Vocabulary()
-        return ProgramKey(self._settings.microbatches, 0, ties=tuple(tie.stages for tie in ties), vocabulary=vocabulary)
-
-    def _stages(self) -> dict[int, Stage]:
-        last, settings = self._programs.placement.num_stages - 1, self._settings
-        if self._spread is not None:
-            last = -1  # no stage has the loss
-        half = settings.precision is not None and settings.precision.parameters in HALF
-        loss_fn = Widened(self._loss_fn) if half else self._loss_fn
-        stages = {}
-        for number, module in self._parts.modules.items():
-            at_end = (loss_fn, self._whole) if number == last else (None, None)
-            stages[number] = Stage(number, module, self._device, self._recompute[number], *at_end)
-        return stages
+        self.loss_scale = LossScaler(loss_scale or (LossScale() if design.has_fp16 else None))
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -382,7 +280,7 @@ class Pipeline:
             if self._optimizer is not None:
                 raise ConfigError("the pipeline has an optimizer already; close() that one first")
             optimizer.check()
-            if optimizer.given >= 2 and self._spreads:
+            if optimizer.given >= 2 and self._design.spread is not None:
                 raise ConfigError(
                     f'zero = {optimizer.given} does not go with vocabulary = "spread"; use zero = 1, or '
                     'vocabulary = "ends"'
@@ -438,7 +336,7 @@ class Pipeline:
         Raises:
             ConfigError: there was no step yet.
         """
-        return self._planner.costs(self._recent(), self.partition, self._programs.placement)
+        return self._design.planner.costs(self._recent(), self.partition, self._programs.placement)
 
     def replan(self, auto: AutoOptions | None = None) -> Found:
         """Search a schedule for the times that the last few steps took; the next steps follow it. Every rank calls it.
@@ -453,9 +351,9 @@ class Pipeline:
             ConfigError: there was no step yet, or a rank has too little memory for one micro-batch.
         """
         placement = self._programs.placement
-        self._programs.replace(self._planner.again(self._recent(), self.partition, placement, auto))
+        self._programs.replace(self._design.planner.again(self._recent(), self.partition, placement, auto))
         self._session.forget_programs()
-        self.proof = together(self.mesh.world, lambda: self._programs.proof(self._usual(self._parts.ties)))
+        self.proof = self._design.prove()
         assert self.found is not None
         return self.found
 
@@ -498,24 +396,3 @@ def evaluating(modules: Mapping[int, nn.Module]) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
-
-
-def in_flight(schedule: Schedule) -> list[int]:
-    """For each stage the most micro-batches that are between their forward and the end of their backward at once."""
-    split = any(Kind.W in row.kinds for row in schedule.rows)
-    frees = Kind.W if split else Kind.B
-    peaks = [1] * schedule.num_stages
-    for row in schedule.rows:
-        for stage in set(row.stages.tolist()):
-            kinds = row.kinds[row.stages == stage].tolist()
-            changes = ((kind == Kind.F) - (kind in (Kind.B, frees)) for kind in kinds)
-            peaks[stage] = max(1, *accumulate(changes))
-    return peaks
-
-
-def _device_of(modules: Mapping[int, nn.Module]) -> torch.device:
-    return next((p.device for module in modules.values() for p in module.parameters()), torch.device("cpu"))
-
-
-def _has_fp16(graph: ModelGraph) -> bool:
-    return any(spec.dtype == "float16" for block in graph.blocks for spec in block.parameters)

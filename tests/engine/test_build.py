@@ -119,12 +119,12 @@ def test_the_table_lists_every_stage() -> None:
 def test_a_step_of_a_pipeline_on_the_meta_device_runs_in_the_dtype_asked_for() -> None:
     config = GPTConfig(layers=2, hidden=16, heads=2, sequence=16, vocabulary=61, dropout=0.0)
 
-    def rank(transport: Any) -> set[torch.dtype]:
+    def rank(transport: Any) -> set[tuple[torch.dtype, torch.dtype]]:
         pipe = Pipeline(GPT(config), token_loss, Mesh.local(pp=2), microbatches=2, dtype=torch.bfloat16)
         pipe.step(tokens(2))
-        return {p.grad.dtype for p in pipe.parameters() if p.grad is not None}
+        return {(p.dtype, p.grad.dtype) for p in pipe.parameters() if p.grad is not None}
 
-    assert run_ranks(2, rank) == [{torch.bfloat16}] * 2
+    assert run_ranks(2, rank) == [{(torch.bfloat16, torch.float32)}] * 2
 
 
 def test_two_inputs_of_one_batch_make_one_loss() -> None:

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from pipert.comm.local import run_ranks
 from pipert.comm.mesh import Mesh
-from pipert.engine.pipeline import Pipeline, in_flight
+from pipert.engine.design import in_flight
+from pipert.engine.pipeline import Pipeline
 from pipert.scheduler.action import Kind
 from pipert.scheduler.dependencies import makes, needs
 from pipert.scheduler.generators.registry import generate
