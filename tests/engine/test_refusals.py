@@ -57,7 +57,7 @@ def cyclic(ranks: int, microbatches: int) -> Schedule:
         (2, {"microbatches": 2.0}, ConfigError, r"microbatches = 2\.0 must be"),
         (2, {"chunks": 2}, LayoutError, "1f1b puts one stage on a rank, not chunks = 2"),
         (2, {"schedule": "1f1"}, LayoutError, "did you mean '1f1b'"),
-        (2, {"recompute": "blocks"}, ConfigError, "recompute = 'blocks' is none of 'none', 'selective', 'block', 'full'"),
+        (2, {"recompute": "blocks"}, ConfigError, "recompute = 'blocks' is none of 'none', 'selective'"),
         (4, {"schedule": "interleaved", "chunks": 3}, PartitionError, "8 blocks on 12 stages"),
         (2, {"cuts": [4, 5]}, PartitionError, "add up to 8"),
         (2, {"schedule": generate("1f1b", 3, 8)}, ConfigError, "is for 3 ranks, but pp = 2"),
