@@ -47,17 +47,21 @@ def both(name: str, ours: Function, torchs: Function, leaves: list[torch.Tensor]
     return Case(name, *rivals, moved)
 
 
-def block_cases(tokens: int, hidden: int, dtype: torch.dtype, device: str) -> Iterator[Case]:
-    """A block's operations on its activations; the MLP is four times as wide."""
+def leaf(dtype: torch.dtype, device: str, *shape: int) -> torch.Tensor:
+    """Random numbers that get a gradient."""
+    return torch.randn(*shape, device=device).to(dtype).requires_grad_()
 
-    def leaf(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device).to(dtype).requires_grad_()
 
-    def size(columns: int) -> int:
-        return tokens * columns * dtype.itemsize
+def label_of(tokens: int, hidden: int, dtype: torch.dtype) -> str:
+    """Size and dtype."""
+    return f"{tokens}x{hidden} {str(dtype).removeprefix('torch.')}"
 
-    label = f"{tokens}x{hidden} {str(dtype).removeprefix('torch.')}"
-    x, residual, weight, bias = leaf(tokens, hidden), leaf(tokens, hidden), leaf(hidden), leaf(hidden)
+
+def norm_cases(tokens: int, hidden: int, dtype: torch.dtype, device: str) -> Iterator[Case]:
+    """LayerNorm alone, and with the addition before it."""
+    label, moved = label_of(tokens, hidden, dtype), tokens * hidden * dtype.itemsize
+    x, residual = (leaf(dtype, device, tokens, hidden) for _ in range(2))
+    weight, bias = (leaf(dtype, device, hidden) for _ in range(2))
     yield norm_case(x, weight, bias, label)
     yield both(
         f"add, LayerNorm {label}",
@@ -65,8 +69,14 @@ def block_cases(tokens: int, hidden: int, dtype: torch.dtype, device: str) -> It
         lambda a, r, w, b: F.layer_norm(a + r, (hidden,), w, b),
         [x, residual, weight, bias],
         torch.randn_like(x),
-        7 * size(hidden),
+        7 * moved,
     )
+
+
+def dropout_cases(tokens: int, hidden: int, dtype: torch.dtype, device: str) -> Iterator[Case]:
+    """Dropout and the addition behind it."""
+    label, moved = label_of(tokens, hidden, dtype), tokens * hidden * dtype.itemsize
+    x, residual = (leaf(dtype, device, tokens, hidden) for _ in range(2))
     keys = torch.arange(4, device=device)
     yield both(
         f"dropout, add {label}",
@@ -74,16 +84,22 @@ def block_cases(tokens: int, hidden: int, dtype: torch.dtype, device: str) -> It
         lambda a, r: r + F.dropout(a, 0.1),
         [x, residual],
         torch.randn_like(x),
-        5 * size(hidden),
+        5 * moved,
     )
-    wide, wide_bias, pair = leaf(tokens, 4 * hidden), leaf(4 * hidden), leaf(tokens, 4 * hidden)
+
+
+def activation_cases(tokens: int, hidden: int, dtype: torch.dtype, device: str) -> Iterator[Case]:
+    """What stands in an MLP, which is four times as wide."""
+    label, moved = label_of(tokens, hidden, dtype), tokens * 4 * hidden * dtype.itemsize
+    wide, pair = (leaf(dtype, device, tokens, 4 * hidden) for _ in range(2))
+    wide_bias = leaf(dtype, device, 4 * hidden)
     yield both(
         f"bias, GELU {label}",
         lambda a, b: hk.bias_gelu(a, b, approximate="tanh"),
         lambda a, b: F.gelu(a + b, approximate="tanh"),
         [wide, wide_bias],
         torch.randn_like(wide),
-        5 * size(4 * hidden),
+        5 * moved,
     )
     yield both(
         f"SwiGLU {label}",
@@ -91,7 +107,7 @@ def block_cases(tokens: int, hidden: int, dtype: torch.dtype, device: str) -> It
         lambda a: F.silu(a.chunk(2, -1)[0]) * a.chunk(2, -1)[1],
         [pair],
         torch.randn(tokens, 2 * hidden, device=device).to(dtype),
-        8 * size(2 * hidden),
+        4 * moved,
     )
 
 
@@ -148,7 +164,7 @@ def optimizer_cases(n: int, dtype: torch.dtype, device: str) -> Iterator[Case]:
     def ours() -> None:
         hk.adamw_(param if casts else None, master, average, square, grad, step=5, lr=1e-3, weight_decay=0.01)
 
-    name = f"AdamW {n / 1e6:.0f}M {str(dtype).removeprefix('torch.')}"
+    name = f"AdamW {'with' if casts else 'without'} casts {n / 1e6:.0f}M {str(dtype).removeprefix('torch.')}"
     moved = n * (6 * 4 + (2 if casts else 1) * param.itemsize)
     rival = "torch's fused AdamW and casts" if casts else "torch's fused AdamW"
     yield Case(name, ours, eager, None, moved, rival, bounded=True)

@@ -2,6 +2,7 @@
 
     python benchmarks/kernels.py                    the CPU, one thread and two; at most four minutes
     python benchmarks/kernels.py --full             every size
+    python benchmarks/kernels.py --part norm --dtype float32     one part in one dtype, without the bars on means
     python benchmarks/kernels.py --device cuda      an AMD or NVIDIA GPU
 
 Contestants take turns and the median of the rounds counts. Memory is warm: freed memory stays with the process, for
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from random import Random
 from statistics import geometric_mean, median
 
 # Fresh pages cost more than any kernel. Keep them, for all contestants: glibc reads these when the process starts.
@@ -29,7 +31,7 @@ if __name__ == "__main__" and any(os.environ.get(name) != value for name, value 
     os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **WARM, "PIPERT_KERNELS": "required"})
 
 import torch  # noqa: E402
-from _kernel_cases import Case, block_cases, loss_cases, optimizer_cases  # noqa: E402
+from _kernel_cases import Case, activation_cases, dropout_cases, loss_cases, norm_cases, optimizer_cases  # noqa: E402
 from _verdicts import Bar, verdicts  # noqa: E402
 
 from pipert.models import GPT, CausalLMLoss, GPTConfig  # noqa: E402
@@ -45,14 +47,20 @@ BARS: tuple[Bar, ...] = (
     ("x without kernels", "at least", 1.02),
 )
 SHAPES = [(2048, 768), (8192, 2048), (4096, 1024)]
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BLOCK = {"norm": norm_cases, "dropout": dropout_cases, "activation": activation_cases}
+PARTS = (*BLOCK, "loss", "optimizer", "gpt")
 
 
 def take_turns(contestants: dict[str, Callable[[], object]], rounds: int, device: str) -> dict[str, float]:
-    """Median seconds of each, one run after another in every round; two rounds warm up."""
+    """Median seconds of each, one run after another in every round; two rounds warm up.
+
+    In every round the order is another, since each finds in the caches what the one before it has left.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(rounds + 2):
-        for name, contestant in contestants.items():
+        for name in Random(number).sample(list(contestants), len(contestants)):
+            contestant = contestants[name]
             start = time.perf_counter()
             contestant()
             if device == "cuda":
@@ -74,15 +82,16 @@ def measure(case: Case, rounds: int, device: str) -> dict[str, float]:
     return {**ratios, "of copy bandwidth" if case.bounded else "of copying": seconds["copy"] / seconds["ours"]}
 
 
-def cases(full: bool, device: str) -> Iterator[Case]:
-    """The small ones first; `full` adds the other sizes."""
-    for dtype in DTYPES:
-        yield from block_cases(*SHAPES[0], dtype, device)
-        for shape in SHAPES[1:]:
-            yield from block_cases(*shape, dtype, device) if full else [next(block_cases(*shape, dtype, device))]
+def cases(part: str, dtype: torch.dtype, full: bool, device: str) -> Iterator[Case]:
+    """The cases of a part; `full` adds the other sizes."""
+    if part == "loss":
         yield from loss_cases(1024, 50304, dtype, device)
+    elif part == "optimizer":
         for n in (10_000_000, 40_000_000) if full else (10_000_000,):
             yield from optimizer_cases(n, dtype, device)
+    else:
+        for shape in SHAPES if full else SHAPES[:1]:
+            yield from BLOCK[part](*shape, dtype, device)
 
 
 @contextmanager
@@ -118,28 +127,40 @@ def report(name: str, row: dict[str, float]) -> dict[str, float]:
     return {f"{name}: {kind}": value for kind, value in row.items()}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--full", action="store_true", help="every size")
-    options = parser.parse_args()
-    threads = sorted({1, min(2, os.cpu_count() or 1)}) if options.device == "cpu" else [torch.get_num_threads()]
-    torch._inductor.config.cpp.dynamic_threads = True  # type: ignore[attr-defined]  # one build for all of them
-    torch._dynamo.config.recompile_limit = 64
+def measure_part(part: str, dtype: str, options: argparse.Namespace, threads: list[int]) -> dict[str, float]:
+    """All figures of a part, printed as they come."""
+    if part == "gpt":
+        torch.set_num_threads(threads[-1])
+        return report(f"GPT forward and backward {dtype}", gpt(DTYPES[dtype], options.rounds, options.device))
     figures: dict[str, float] = {}
-    for case in cases(options.full, options.device):
+    for case in cases(part, DTYPES[dtype], options.full, options.device):
         for count in threads:
             torch.set_num_threads(count)
             figures |= report(f"{case.name}, {count} threads", measure(case, options.rounds, options.device))
         del case
         gc.collect()
-    torch.set_num_threads(threads[-1])
-    for rival in ("x eager", "x inductor"):
-        figures |= report("geometric mean", {rival: geometric_mean(v for k, v in figures.items() if k.endswith(rival))})
-    for dtype in DTYPES:
-        name = f"GPT forward and backward {str(dtype).removeprefix('torch.')}"
-        figures |= report(name, gpt(dtype, options.rounds, options.device))
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--full", action="store_true", help="every size")
+    parser.add_argument("--part", choices=PARTS, help="only this")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="only this")
+    options = parser.parse_args()
+    threads = sorted({1, min(2, os.cpu_count() or 1)}) if options.device == "cpu" else [torch.get_num_threads()]
+    torch._inductor.config.cpp.dynamic_threads = True  # type: ignore[attr-defined]  # one build for all of them
+    torch._dynamo.config.recompile_limit = 64
+    figures: dict[str, float] = {}
+    for part in PARTS if options.part is None else (options.part,):
+        for dtype in DTYPES if options.dtype is None else (options.dtype,):
+            figures |= measure_part(part, dtype, options, threads)
+    if options.part is None and options.dtype is None:
+        for rival in ("x eager", "x inductor"):
+            mean = geometric_mean(value for name, value in figures.items() if name.endswith(rival))
+            figures |= report("geometric mean", {rival: mean})
     bars = verdicts(figures, BARS)
     ok = all(verdict["ok"] for verdict in bars.values())
     for name, verdict in bars.items():

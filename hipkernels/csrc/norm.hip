@@ -70,6 +70,7 @@ PORT_KERNEL(norm_forward, T *y, float *means, float *rstds, Input<T> input, cons
   });
 }
 
+// One loop over a row reads and sums, the other writes: mixed, the writes to memory would hold up those to the cache.
 template <class T, int V>
 PORT_OWNER_KERNEL(norm_backward, T *dx, float *workspace, const T *dy, const T *dh, const T *h, const float *weight,
             const float *means, const float *rstds, int64_t rows, int64_t columns, int64_t each, int centred) {
@@ -78,20 +79,20 @@ PORT_OWNER_KERNEL(norm_backward, T *dx, float *workspace, const T *dy, const T *
   const int64_t end = port_smaller(rows, (PORT_BLOCK + 1) * each);
   for (int64_t row = PORT_BLOCK * each; row < end; ++row) {
     const T *in = h + row * columns, *up = dy + row * columns;
+    T *out = dx + row * columns;
     const float mean = means[row], rstd = rstds[row];
-    Two sums = block_sum(lanes_sum_two<V>(0, columns, [&](int64_t i) {
-      const auto g = load<V>(up + i) * load<V>(weight + i);
-      return Two{total(g), total(g * (load<V>(in + i) - mean))};
+    const Two sums = block_sum(owned_sum_two<V>(columns, [&](int k, int64_t i) {
+      const auto g = load<V>(up + i), product = g * (load<V>(in + i) - mean), w = load<V>(weight + i);
+      dweight.add(k, i, product * rstd);
+      dbias.add(k, i, g);
+      return Two{total(g * w), total(product * w)};
     }));
     const float shift = centred ? sums.a / (float)columns : 0.0f, slope = sums.b * rstd * rstd / (float)columns;
     choose(dh != nullptr, [&](auto has_dh) {
-      owned_each<V>(columns, [&](int k, int64_t i) {
-        const auto g = load<V>(up + i), d = load<V>(in + i) - mean;
-        auto value = (g * load<V>(weight + i) - (d * slope + shift)) * rstd;
+      lanes_each<V>(0, columns, [&](int64_t i) {
+        auto value = (load<V>(up + i) * load<V>(weight + i) - ((load<V>(in + i) - mean) * slope + shift)) * rstd;
         if constexpr (has_dh.value) value = value + load<V>(dh + row * columns + i);
-        store(dx + row * columns + i, value);
-        dweight.add(k, i, g * d * rstd);
-        dbias.add(k, i, g);
+        store(out + i, value);
       });
     });
   }

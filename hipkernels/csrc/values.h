@@ -342,6 +342,18 @@ PORT_DEVICE void owned_each(int64_t columns, F f) {
 #endif
 }
 
+// owned_each of f, and this thread's sum of what it returns, two floats.
+template <int V, class F>
+PORT_DEVICE Two owned_sum_two(int64_t columns, F f) {
+#if PORT_ONE_THREAD
+  return lanes_sum_two<V>(0, columns, [&](int64_t i) { return f(0, i); });
+#else
+  Two sum = {0.0f, 0.0f};
+  owned_each<V>(columns, [&](int k, int64_t i) { sum = sum + f(k, i); });
+  return sum;
+#endif
+}
+
 // How many elements lanes_each of [begin, end) gives this thread.
 template <int V>
 PORT_DEVICE int64_t lanes_count(int64_t begin, int64_t end) {
