@@ -34,6 +34,7 @@ def run_ranks(
     blocking: bool = False,
     matching: Literal["tag", "order"] = "tag",
     channel: Literal["message", "pair", "direction", "rank"] = "message",
+    grouped: bool = False,
     tag_bound: int = 32768,
     faults: Faults | None = None,
     deadline: float | None = 60.0,
@@ -43,7 +44,7 @@ def run_ranks(
 ) -> list[_Result]:
     """Run ``fn(transport)`` on ``size`` ranks, each a thread, and give back what they return, in rank order.
 
-    The words ``buffered``, ``blocking``, ``matching`` and ``channel`` are those of
+    The words ``buffered``, ``blocking``, ``matching``, ``channel`` and ``grouped`` are those of
     `pipert.scheduler.semantics.Semantics`; the transports say them again in ``transport.semantics``.
 
     Args:
@@ -54,6 +55,7 @@ def run_ranks(
         matching: messages are matched by tag, or by order alone, as NCCL does. By order, messages of equal size land in
             each other's place without an error.
         channel: which operations of a rank form one queue in which each starts when the one before it is complete.
+        grouped: ``transport.group()`` collects what starts in it; that starts, and is complete, together.
         tag_bound: tags lie below it.
         faults: delays, lost messages and killed ranks.
         deadline: seconds that one wait may take. A deadlock is found at once all the same.
@@ -69,7 +71,7 @@ def run_ranks(
     """
     if size < 1:
         raise OptionError(f"size = {size} is not a number of ranks; use 1 or more")
-    rules = Rules(buffered, blocking, matching, channel, tag_bound)
+    rules = Rules(buffered, blocking, matching, channel, grouped, tag_bound)
     faults = faults or Faults()
     faults.check_ranks(size)
     fabric = Fabric(size, rules, faults, deadline)

@@ -77,18 +77,19 @@ class Fabric:
         """Tell which thread a rank is; for reports."""
         self._threads[rank] = threading.get_ident()
 
-    def post(self, operation: Operation) -> None:
-        """Start an operation.
+    def post(self, *unit: Operation) -> None:
+        """Start an operation, or several of one rank as a group.
 
         Raises:
             MessageError: it, or what it sets free, does not fit its other half.
             JobAborted: another rank failed first.
         """
-        rank = operation.rank
+        rank = unit[0].rank
         with self._lock:
             self._check(rank)
-            self._kill_if_planned(operation)
-            self._step(lambda: self._matching.post(operation))
+            for operation in unit:
+                self._kill_if_planned(operation)
+            self._step(lambda: self._matching.post(*unit))
             self._check(rank)
 
     def poll(self, rank: int) -> None:

@@ -31,6 +31,7 @@ class Rules:
     blocking: bool = False
     matching: Literal["tag", "order"] = "tag"
     channel: Literal["message", "pair", "direction", "rank"] = "message"
+    grouped: bool = False
     tag_bound: int = 32768
 
     def __post_init__(self) -> None:
@@ -47,7 +48,7 @@ class Matching:
     An operation is *posted*, becomes *active* when those before it in its channel are complete, *meets* its other
     half, and is *delivered*: at once, or after the delay that the fault plan draws. A message's bytes are read when it
     is delivered (rendezvous) or when its send becomes active (buffered). A collective meets when its last rank is
-    active.
+    active. Operations that are posted as a group become active together and are complete together.
     """
 
     def __init__(self, rules: Rules, faults: Faults, on_done: Callable[[Operation], None]) -> None:
@@ -56,7 +57,7 @@ class Matching:
         self._on_done = on_done
         self._dropped = frozenset(faults.drop)
         self._queues: dict[tuple[object, ...], deque[Operation]] = {}
-        self._ready: deque[Operation] = deque()
+        self._ready: deque[tuple[Operation, ...]] = deque()
         self._sends: dict[tuple[object, ...], deque[Send]] = {}
         self._receives: dict[tuple[object, ...], deque[Receive]] = {}
         self._gathered: dict[tuple[object, ...], dict[int, Collective]] = {}
@@ -70,23 +71,23 @@ class Matching:
 
     # ---- posting ---------------------------------------------------------------------------------------------------
 
-    def post(self, operation: Operation) -> None:
-        """Take in an operation and do all that follows from it.
+    def post(self, *unit: Operation) -> None:
+        """Take in an operation, or several of one rank as a group, and do all that follows from it.
 
         Raises:
             MessageError: it meets one that does not fit. The job cannot go on after that.
         """
-        if isinstance(operation, Send):
-            self._draw_faults(operation)
-        elif isinstance(operation, Collective):
-            self._number(operation)
-        key = self._channel(operation)
-        if key is not None:
-            operation.queue = self._queues.setdefault(key, deque())
-            operation.queue.append(operation)
-            if len(operation.queue) > 1:
-                return
-        self._ready.append(operation)
+        for operation in unit:
+            operation.unit = unit
+            if isinstance(operation, Send):
+                self._draw_faults(operation)
+            elif isinstance(operation, Collective):
+                self._number(operation)
+            key = self._channel(operation)
+            if key is not None:
+                operation.queue = self._queues.setdefault(key, deque())
+                operation.queue.append(operation)
+        self._ready.append(unit)
         self._start_ready()
 
     def _draw_faults(self, send: Send) -> None:
@@ -121,14 +122,18 @@ class Matching:
 
     def _start_ready(self) -> None:
         while self._ready:
-            operation = self._ready.popleft()
-            operation.active = True
-            if isinstance(operation, Send):
-                self._start_send(operation)
-            elif isinstance(operation, Receive):
-                self._start_receive(operation)
-            elif isinstance(operation, Collective):
-                self._start_collective(operation)
+            unit = self._ready.popleft()
+            if unit[0].active or not all(one.queue is None or one.queue[0].unit is unit for one in unit):
+                continue
+            for operation in unit:
+                operation.active = True
+            for operation in unit:
+                if isinstance(operation, Send):
+                    self._start_send(operation)
+                elif isinstance(operation, Receive):
+                    self._start_receive(operation)
+                elif isinstance(operation, Collective):
+                    self._start_collective(operation)
 
     def _start_send(self, send: Send) -> None:
         if self._rules.buffered:
@@ -204,7 +209,7 @@ class Matching:
         receive.memory.copy_(send.memory)
         del receive.memory, send.memory  # a request that its rank still holds keeps no tensor alive
         self._finish(receive)
-        if not send.done:
+        if not send.over:
             self._finish(send)
 
     def _hand_out(self, part: Collective) -> None:
@@ -215,12 +220,17 @@ class Matching:
         self._finish(part)
 
     def _finish(self, operation: Operation) -> None:
-        operation.done = True
-        self._on_done(operation)
-        if operation.queue is not None:
-            operation.queue.popleft()
-            if operation.queue:
-                self._ready.append(operation.queue[0])
+        operation.over = True
+        unit = operation.unit
+        if not all(one.over for one in unit):
+            return
+        for one in unit:
+            one.done, one.unit = True, ()  # else it would keep itself alive
+            self._on_done(one)
+            if one.queue is not None:
+                one.queue.popleft()
+                if one.queue and one.queue[0].unit is not unit:
+                    self._ready.append(one.queue[0].unit)
 
     # ---- time ------------------------------------------------------------------------------------------------------
 

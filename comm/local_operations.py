@@ -32,15 +32,19 @@ class Operation:
 
     Attributes:
         rank: whose it is, in the whole job.
-        active: it has reached the head of its channel.
+        unit: itself and what it was issued with as a group, from its posting to its end.
+        active: its unit has started.
+        over: it could be complete, were it alone.
         queue: its channel, where channels are queues.
     """
 
     driver: Driver = field(repr=False)
     group: Group
     rank: int
+    unit: tuple[Operation, ...] = field(default=(), repr=False)
     done: bool = False
     active: bool = False
+    over: bool = False
     queue: deque[Operation] | None = field(default=None, repr=False)
 
     def test(self) -> bool:
@@ -51,9 +55,10 @@ class Operation:
 
     def describe(self) -> str:
         """What it is and what it stands behind, for reports; ranks are those of the whole job."""
-        if self.queue and self.queue[0] is not self:
+        if self.queue and self.queue[0].unit is not self.unit:
             return f"{self.name()}, queued behind {self.queue[0].describe()}"
-        return self.name()
+        others = [other.name() for other in self.unit if other is not self and not other.over]
+        return self.name() + (f", in one group with {' and '.join(others)}" if others else "")
 
     def name(self) -> str:
         """What it is."""

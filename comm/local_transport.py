@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import MappingProxyType
 
@@ -49,6 +50,7 @@ class LocalTransport(Transport):
         self._group = group
         self._me = me
         self._closed = False
+        self._open: list[Operation] | None = None
         self._stalls = fabric.faults.stream("stall", me)
 
     # ---- messages --------------------------------------------------------------------------------------------------
@@ -82,15 +84,42 @@ class LocalTransport(Transport):
 
     def _start_message(self, operation: Operation, kind: str, memory: torch.Tensor) -> Request:
         self._post(operation, kind, memory.numel())
-        if self._rules.blocking:
+        if self._rules.blocking and self._open is None:
             self._fabric.wait(operation, "")
         return operation
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """See `Transport.group`. Waits at its end until all is complete where messages are blocking.
+
+        Raises:
+            TransportError: inside another group.
+            MessageError, JobAborted: as for what is started in it.
+        """
+        if not self._rules.grouped:
+            yield
+            return
+        if self._open is not None:
+            raise TransportError("a group of messages begins inside another one; end that one first")
+        self._open = []
+        try:
+            yield
+            unit = self._open
+        finally:
+            self._open = None
+        if unit:
+            self._fabric.post(*unit)
+        for operation in unit if self._rules.blocking else ():
+            self._fabric.wait(operation, "")
 
     def _post(self, operation: Operation, kind: str, nbytes: int) -> None:
         if self._closed:
             raise TransportError(f"rank {self.rank} starts a {kind} on a transport that it has closed")
         self.counters.record(kind, nbytes)
-        self._fabric.post(operation)
+        if self._open is None:
+            self._fabric.post(operation)
+        else:
+            self._open.append(operation)
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
@@ -214,7 +243,7 @@ class LocalTransport(Transport):
             combine=lambda parts: [parts] * len(parts),
         )
         self._post(operation, kind, nbytes)
-        self._fabric.wait(operation, "")
+        self.wait(operation)
         return operation
 
     # ---- waiting ---------------------------------------------------------------------------------------------------
@@ -228,8 +257,11 @@ class LocalTransport(Transport):
             HangError: a deadlock, proved at once and raised on all ranks, or the deadline passed.
             MessageError: on all ranks, when two operations met that do not fit.
             JobAborted: another rank failed first.
+            TransportError: it is of a group that is still open.
         """
         if isinstance(request, Operation) and request.driver is self._fabric:
+            if not (request.unit or request.done):
+                raise TransportError(f"rank {self.rank} waits for an operation of a group that is still open: {doing}")
             self._fabric.wait(request, doing)
         else:
             wait_for_foreign(self, request, doing, self._fabric.deadline)

@@ -16,8 +16,6 @@ from pipert.comm.transport import Transport
 Channel = Literal["pair", "direction"]
 
 #: What the verifier is told. ``pipert schedule check --transport rccl --group pair`` judges by the same rules.
-#: On a stream all operations of a group are known to be over together, when the last one is. Programs that were lowered
-#: are safe with that, too: they have all messages in one order (`pipert.scheduler.lower.order`).
 SEMANTICS: Mapping[Channel, Mapping[str, object]] = {
     "pair": {"name": "rccl-pair", "matching": "order", "channel": "pair", "grouped": True},
     "direction": {"name": "rccl-direction", "matching": "order", "channel": "direction"},

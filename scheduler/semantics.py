@@ -21,9 +21,13 @@ class Semantics:
     the RECV that feeds it, a RECV_F for the RECV_META that tells its size (the rank stands still until it is there).
     Where operations are blocking, the rank itself also waits in each one until it is complete.
 
-    In a group, all operations start together, once the last is posted and everything queued before any of them is
-    complete; each completes on its own. What is queued behind a group waits for all of the group's operations on that
-    channel. Where operations are blocking, the rank waits at the group's end, for all of them.
+    A group is one launch: all its operations start together, once the last is posted and everything queued before any
+    of them is complete, and they are complete together, once each of them could be by itself. So what waits for one of
+    them, or is queued behind one, waits for all. Where operations are blocking, the rank waits at the group's end.
+    (NCCL and RCCL do the operations of a group on one communicator in one kernel. A group over several communicators
+    is a kernel for each, which may be complete one before the other, or launched as one. Nothing here promises that
+    they are not one. Since every event waits for *all* of a fixed set, what gets to its end by these rules does so
+    too where less is waited for.)
 
     Collectives share no queue with messages. A TIE completes when every rank of the tie has posted it (a rank with
     several copies adds them itself and takes part with its last TIE), a NORM when every rank has; a REDUCE, SCATTER or

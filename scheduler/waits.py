@@ -127,7 +127,8 @@ class _Stuck:
     """The waits among the operations of a program that stopped early.
 
     A node is an operation that is not complete, and an edge leads to one that must be complete before it can be: the
-    one at which the rank of its other end stands, or the first of the queue in which it or its other end waits.
+    one at which the rank of its other end stands, or the first of the queue in which it or its other end waits; the
+    same for the others of its group.
     """
 
     def __init__(self, wiring: Wiring, played: PlayedProgram) -> None:
@@ -147,14 +148,24 @@ class _Stuck:
     def edges(self, position: int) -> Iterator[tuple[int, str]]:
         """What keeps an operation from being complete."""
         rank, _ = self._wiring.index.locate(position)
-        if self._played.ends[position] == STARTED:
-            other = int(self._wiring.ring[position])
-            while other != position:
-                if self._played.ends[other] == WAITING:
-                    yield from self._not_started(other, rank)
-                other = int(self._wiring.ring[other])
-        else:
+        if self._played.ends[position] != STARTED:
             yield from self._not_started(position, rank)
+            return
+        for member in self._unit(position):
+            with_it = "" if member == position else f", in one group with {self.words(member)}"
+            for other in self._partners(member):
+                if self._played.ends[other] == WAITING:
+                    for after, words in self._not_started(other, rank):
+                        yield after, with_it + words
+
+    def _partners(self, position: int) -> Iterator[int]:
+        """The operations that must have started before an operation can be complete."""
+        if self._wiring.semantics.buffered and self._wiring.index.action(position).kind.is_send:
+            return
+        other = int(self._wiring.ring[position])
+        while other != position:
+            yield other
+            other = int(self._wiring.ring[other])
 
     def _not_started(self, position: int, seen_from: int) -> Iterator[tuple[int, str]]:
         """What keeps an operation from starting."""

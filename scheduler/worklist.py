@@ -143,7 +143,8 @@ def play_program(  # noqa: C901, PLR0915
             itself if alone), −1 for compute.
         unit: the first operation of an action's group (itself without one); empty if there are no groups.
         behind: the unit that is queued behind an operation, or −1.
-        pending: for each unit, at its first operation: 1 for its posting + the operations it is queued behind.
+        pending: for each unit, at its first operation: 1 for its posting + the operations it is queued behind; once
+            it has started, how many of its operations cannot be complete yet.
         durations: seconds of an action, ``[kind * stages + stage]``.
         buffered: whether a send completes without its receiver.
         blocking: whether messages and collectives hold the rank.
@@ -155,6 +156,7 @@ def play_program(  # noqa: C901, PLR0915
     stages = len(owners)
     grouped = len(unit) > 0
     clocks = [0.0] * len(cursors)
+    latest = [0.0] * len(codes)  # for each unit, at its first operation: when the latest of them could be complete
     drained = [0] * len(cursors)  # blocking: the operations before `drained` are complete,
     held = [0] * len(cursors)  # and those before `held` must be before the rank goes on
     startable = [0 for _ in range(0)]
@@ -213,13 +215,16 @@ def play_program(  # noqa: C901, PLR0915
                     begins[end] = begins[start]
                     ends[end] = -1.0
                     end += 1
+                pending[start] = end - start
                 for one in range(start, end):
                     kind = codes[one] >> 28 & 255
                     if buffered and (kind == 4 or kind == 6 or kind == 8):
-                        ends[one] = begins[one]
-                        finished.append(one)
+                        latest[start] = max(latest[start], begins[one])
+                        pending[start] -= 1
+                        if pending[start] == 0:
+                            finished.append(start)
                     seconds = 0.0
-                    latest = 0.0
+                    over = 0.0
                     ready = 0.0
                     other = one
                     while ends[other] != -2.0:
@@ -228,31 +233,39 @@ def play_program(  # noqa: C901, PLR0915
                         if buffered and (kind == 5 or kind == 7 or kind == 9):
                             ready = begins[other]  # the message has been on its way since it was sent
                         else:
-                            latest = max(latest, begins[other])
+                            over = max(over, begins[other])
                         other = ring[other]
                         if other == one:
                             break
                     if ends[other] == -2.0:
                         continue
-                    latest = max(latest + seconds, ready)
+                    over = max(over + seconds, ready)
                     while True:
-                        if ends[other] == -1.0:
-                            ends[other] = latest
-                            finished.append(other)
+                        kind = codes[other] >> 28 & 255
+                        if not (buffered and (kind == 4 or kind == 6 or kind == 8)):
+                            first = unit[other] if grouped else other
+                            latest[first] = max(latest[first], over)
+                            pending[first] -= 1
+                            if pending[first] == 0:
+                                finished.append(first)
                         other = ring[other]
                         if other == one:
                             break
                 while len(finished) > 0:
-                    one = finished.pop()
-                    start = behind[one]
-                    if start >= 0:
-                        begins[start] = max(begins[start], ends[one])
-                        pending[start] -= 1
-                        if pending[start] == 0:
-                            startable.append(start)
-                    other = owners[codes[one] >> 36]
-                    if blocked[other] == one:
-                        blocked[other] = -1
-                        todo.append(other)
+                    first = finished.pop()
+                    one = first
+                    while one < len(codes) and (unit[one] if grouped else one) == first:
+                        ends[one] = latest[first]
+                        start = behind[one]
+                        if start >= 0:
+                            begins[start] = max(begins[start], ends[one])
+                            pending[start] -= 1
+                            if pending[start] == 0:
+                                startable.append(start)
+                        other = owners[codes[one] >> 36]
+                        if blocked[other] == one:
+                            blocked[other] = -1
+                            todo.append(other)
+                        one += 1
         cursors[rank] = i
         clocks[rank] = clock

@@ -10,15 +10,23 @@ from pipert.scheduler.dependencies import TELLS
 from pipert.scheduler.lower.messages import IS_MESSAGE, IS_SEND, kinds_of, peers_of
 from pipert.scheduler.program import Program, Span
 from pipert.scheduler.row import Codes
+from pipert.scheduler.semantics import Semantics
+
+
+def makes_groups(semantics: Semantics) -> bool:
+    """Whether the two messages of an exchange would go one after the other, and need not: groups are of use."""
+    return semantics.grouped and (semantics.blocking or semantics.channel in ("pair", "rank"))
 
 
 def group_exchanges(program: Program) -> Program:
     """Group each SEND and RECV with one peer that stand side by side: the exchange of 1F1B's steady phase.
 
-    Without a group they would go one after the other in their queue. Anything more in a group would only make messages
-    wait for each other that need not.
+    Without a group they would go one after the other in their queue, or hold their rank one after the other. A group is
+    complete as a whole, so anything more in it would only make messages wait for each other that need not, and where
+    nothing is queued any group would. These two can wait for each other: all ranks have them in one order (or the rank
+    waits for both in any case), so what the peer does before it posts the second does not need the first.
     """
-    if not program.semantics.grouped:
+    if not makes_groups(program.semantics):
         return program
     return replace(program, groups=tuple(_exchanges(row.codes, program) for row in program.rows))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from pipert.scheduler.dependencies import TELLS
+from pipert.scheduler.lower.groups import makes_groups
 from pipert.scheduler.lower.messages import (
     IS_MESSAGE,
     IS_SEND,
@@ -63,7 +64,7 @@ def _consumers(codes: Codes, is_message: Codes) -> Codes:
 def _queues(messages: Codes, program: Program) -> Codes:
     """The queue of each message; messages of one queue keep their order."""
     semantics = program.semantics
-    if semantics.grouped or semantics.channel == "rank":
+    if makes_groups(semantics) or semantics.channel == "rank":
         return np.zeros_like(messages)
     if semantics.channel == "message" and semantics.matching == "tag":
         return np.arange(len(messages))

@@ -29,7 +29,7 @@ REMEDIES = {
     "update": "let each STEP stand behind everything that adds to its gradients, and each GATHER behind its STEP",
     "offload": "let forward, OFFLOAD, RELOAD and backward of a micro-batch follow one another",
     "swap": "receive in the order in which the peer sends, or match by tag",
-    "deadlock": "put them in another order, issue crossing messages as a group, or use buffered sends",
+    "deadlock": "put them in another order, issue crossing messages as a group and no others, or use buffered sends",
     "limit": "start fewer forwards before their backwards, or allow more",
 }
 

@@ -187,6 +187,6 @@ def test_counters_count_messages_and_bytes_by_kind() -> None:
 def test_the_semantics_are_those_asked_for_in_the_verifiers_words() -> None:
     from pipert.scheduler.semantics import Semantics
 
-    asked = {"buffered": True, "blocking": False, "matching": "order", "channel": "direction"}
+    asked = {"buffered": True, "blocking": False, "matching": "order", "channel": "direction", "grouped": True}
     (semantics,) = run_ranks(1, lambda transport: transport.semantics, **asked)  # type: ignore[arg-type]
     assert Semantics(**semantics) == Semantics("local", **asked)  # type: ignore[arg-type]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipert.comm.errors import HangError
+from pipert.comm.errors import HangError, TransportError
 from pipert.comm.faults import Faults
 from pipert.comm.local import run_ranks
 from pipert.comm.local_transport import LocalTransport
@@ -17,32 +18,55 @@ from pipert.comm.local_transport import LocalTransport
 pytestmark = pytest.mark.usefixtures("no_thread_is_left_behind")
 
 
-# A program: per rank a list of ("send" | "receive", peer, tag) or ("wait", how many of the oldest requests).
+# A program: per rank a list of ("send" | "receive", peer, tag), ("wait", how many of the oldest requests), or ("join",
+# 0, 0) between two messages that are issued as one group.
 Step = tuple[str, int, int]
 
 
 class BruteForce:
     """Reachability over all interleavings, written from the words of the semantics and nothing of the transport."""
 
-    def __init__(self, programs: list[list[Step]], buffered: bool, blocking: bool, matching: str, channel: str):
-        self.programs = [self.unroll(program, blocking) for program in programs]
+    def __init__(
+        self,
+        programs: list[list[Step]],
+        buffered: bool,
+        blocking: bool,
+        matching: str,
+        channel: str,
+        grouped: bool = False,
+    ) -> None:
+        self.first = [self.firsts(program, grouped) for program in programs]
+        self.programs = [self.unroll(p, first, blocking) for p, first in zip(programs, self.first, strict=True)]
         self.buffered, self.matching, self.channel = buffered, matching, channel
 
     @staticmethod
-    def unroll(program: list[Step], blocking: bool) -> list[Step]:
+    def firsts(program: list[Step], grouped: bool) -> list[int]:
+        """For each message the first of its group."""
+        first: list[int] = []
+        joined = False
+        for step in program:
+            if step[0] in ("send", "receive"):
+                first.append(first[-1] if joined else len(first))
+            joined = grouped and step[0] == "join"
+        return first
+
+    @staticmethod
+    def unroll(program: list[Step], first: list[int], blocking: bool) -> list[Step]:
         """Make every wait one ("wait", index of the operation, 0)."""
         steps: list[Step] = []
         started = waited = 0
         for step in program:
+            if step[0] == "join":
+                continue
             if step[0] == "wait":
                 for _ in range(min(step[1], started - waited)):
                     steps.append(("wait", waited, 0))
                     waited += 1
                 continue
             steps.append(step)
-            if blocking:
-                steps.append(("wait", started, 0))
             started += 1
+            if blocking and first[started : started + 1] != first[started - 1 : started]:
+                steps += [("wait", index, 0) for index in range(first[started - 1], started)]
         return steps + [("wait", index, 0) for index in range(waited, started)]
 
     def outcomes(self) -> set[bool]:
@@ -69,18 +93,29 @@ class BruteForce:
     def complete(self, counters: tuple[int, ...]) -> set[tuple[int, int]]:
         """The operations (rank, index) complete once those that the counters have passed are posted: a fixed point."""
         posted = [[s for s in p[:c] if s[0] != "wait"] for p, c in zip(self.programs, counters, strict=True)]
+        for steps, first in zip(posted, self.first, strict=True):  # a group is posted with its last message
+            while steps and len(steps) < len(first) and first[len(steps)] == first[len(steps) - 1]:
+                steps.pop()
         done: set[tuple[int, int]] = set()
         while True:
             active = {
                 (rank, index)
                 for rank, steps in enumerate(posted)
-                for index, step in enumerate(steps)
-                if all((rank, i) in done for i in range(index) if self.same_queue(steps[i], step))
+                for index in range(len(steps))
+                if all((rank, i) in done for i in self.ahead(rank, index, steps))
             }
-            more = {(r, i) for r, i in active if self.finishes(r, i, posted, active)}
+            more = {(r, i) for r, i in active if all(self.finishes(r, j, posted, active) for j in self.group(r, i))}
             if more <= done:
                 return done
             done |= more
+
+    def group(self, rank: int, index: int) -> list[int]:
+        return [other for other, first in enumerate(self.first[rank]) if first == self.first[rank][index]]
+
+    def ahead(self, rank: int, index: int, steps: list[Step]) -> set[int]:
+        """What must be complete before a message's group starts."""
+        group = self.group(rank, index)
+        return {i for j in group for i in range(group[0]) if self.same_queue(steps[i], steps[j])}
 
     def same_queue(self, one: Step, other: Step) -> bool:
         return {
@@ -122,6 +157,9 @@ def small_programs(draw: st.DrawFn) -> list[list[Step]]:
             programs[rank].pop()
         for _ in range(draw(st.integers(0, 3))):
             programs[rank].insert(draw(st.integers(0, len(programs[rank]))), ("wait", draw(st.integers(1, 2)), 0))
+        for at in reversed(range(1, len(programs[rank]))):
+            if "wait" not in (programs[rank][at - 1][0], programs[rank][at][0]) and draw(st.booleans()):
+                programs[rank].insert(at, ("join", 0, 0))
     return programs
 
 
@@ -132,24 +170,31 @@ def small_programs(draw: st.DrawFn) -> list[list[Step]]:
     st.booleans(),
     st.sampled_from(["tag", "order"]),
     st.sampled_from(["message", "pair", "direction", "rank"]),
+    st.booleans(),
     st.none() | st.from_type(Faults) | st.builds(Faults, st.integers(0, 99), st.just(1e-3), st.just("real")),
 )
 def test_a_deadlock_is_raised_exactly_where_brute_force_reaches_one(
-    programs, buffered, blocking, matching, channel, faults
+    programs, buffered, blocking, matching, channel, grouped, faults
 ) -> None:
-    brute = BruteForce(programs, buffered, blocking, matching, channel)
+    rules = {"buffered": buffered, "blocking": blocking, "matching": matching, "channel": channel, "grouped": grouped}
+    brute = BruteForce(programs, **rules)
     (finishes,) = brute.outcomes()  # one outcome: without wildcards it cannot depend on the interleaving
 
     def fn(transport: LocalTransport) -> None:
         requests = []
-        for kind, peer, tag in brute.programs[transport.rank]:
-            if kind == "wait":
-                transport.wait(requests[peer], f"step {peer}")
-            else:
-                start = transport.isend if kind == "send" else transport.irecv
-                requests.append(start(torch.zeros(1), peer, tag))
+        steps = list(brute.programs[transport.rank])
+        while steps:
+            if steps[0][0] == "wait":
+                _, index, _ = steps.pop(0)
+                transport.wait(requests[index], f"step {index}")
+                continue
+            members = brute.group(transport.rank, len(requests))
+            with transport.group() if len(members) > 1 else nullcontext():
+                for kind, peer, tag in steps[: len(members)]:
+                    start = transport.isend if kind == "send" else transport.irecv
+                    requests.append(start(torch.zeros(1), peer, tag))
+            del steps[: len(members)]
 
-    rules = {"buffered": buffered, "blocking": blocking, "matching": matching, "channel": channel}
     if finishes:
         run_ranks(len(programs), fn, faults=faults, leftovers="ignore", deadline=5.0, **rules)
     else:
@@ -235,3 +280,60 @@ def test_a_sleeping_rank_wakes_for_a_delivery_that_is_planned_after_it_fell_asle
     start = time.monotonic()
     run_ranks(2, fn, buffered=True, faults=Faults(delay=0.05, clock="real"), deadline=5.0)
     assert time.monotonic() - start < 2.0
+
+
+def test_a_message_received_in_a_group_is_there_when_the_rest_of_the_group_is() -> None:
+    """Rank 1 takes what rank 0 sends in its group only after it has heard from rank 0 about what that received."""
+
+    def rank(transport: LocalTransport, grouped: bool) -> None:
+        tensor = torch.zeros(1)
+        if transport.rank == 0:
+            with transport.group() if grouped else nullcontext():
+                received, sent = transport.irecv(tensor, 1, 0), transport.isend(torch.ones(1), 1, 1)
+            transport.wait(received)
+            transport.wait(transport.isend(tensor, 2, 2))
+            transport.wait(sent)
+        elif transport.rank == 1:
+            transport.wait(transport.isend(torch.full((1,), 7.0), 0, 0))
+            transport.wait(transport.irecv(tensor, 2, 2))
+            assert tensor == 7
+            transport.wait(transport.irecv(tensor, 0, 1))
+            assert tensor == 1
+        else:
+            transport.wait(transport.irecv(tensor, 0, 2))
+            transport.wait(transport.isend(tensor, 1, 2))
+
+    rules = {"matching": "order", "channel": "pair", "grouped": True}
+    run_ranks(3, lambda transport: rank(transport, False), **rules)
+    with pytest.raises(HangError, match="receive from rank 1, tag 0, in one group with send to rank 1, tag 1\n"):
+        run_ranks(3, lambda transport: rank(transport, True), **rules)
+    run_ranks(3, lambda transport: rank(transport, True), **(rules | {"grouped": False}))  # no groups there
+
+
+def test_a_group_cannot_be_waited_for_nor_hold_another_before_its_end() -> None:
+    def fn(transport: LocalTransport) -> None:
+        other, into = 1 - transport.rank, torch.zeros(1)
+        with pytest.raises(TransportError, match=r"begins inside another one"), transport.group(), transport.group():
+            pass
+        with transport.group():
+            sent = transport.isend(torch.ones(1), other, 0)
+            with pytest.raises(TransportError, match="of a group that is still open: 0SEND_F0"):
+                transport.wait(sent, "0SEND_F0")
+            assert not sent.test()
+            received = transport.irecv(into, other, 0)
+        for request in (sent, received, sent):
+            transport.wait(request)
+        assert into == 1 and sent.test()
+
+    for channel in ("message", "pair", "rank"):
+        for blocking in (False, True):
+            run_ranks(2, fn, channel=channel, blocking=blocking, grouped=True)
+
+
+def test_a_group_that_fails_before_its_end_starts_nothing() -> None:
+    def fn(transport: LocalTransport) -> None:
+        with pytest.raises(ZeroDivisionError), transport.group():
+            transport.isend(torch.ones(1), 1 - transport.rank, 0)
+            raise ZeroDivisionError
+
+    run_ranks(2, fn, grouped=True)  # nothing is left over

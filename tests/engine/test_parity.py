@@ -143,6 +143,7 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
             "blocking": draw(st.booleans()),
             "matching": draw(st.sampled_from(["tag", "order"])),
             "channel": draw(st.sampled_from(["message", "pair", "direction", "rank"])),
+            "grouped": draw(st.booleans()),
             "tag_bound": draw(st.sampled_from([32768, 7])),
             "faults": draw(st.sampled_from([None, Faults(seed=1, delay=3.0, reorder=True), Faults(seed=2, delay=0.5)])),
         },

@@ -521,7 +521,8 @@ class _Run:
             ):
                 operation.started = changed = True
         for operation in self.open:
-            if operation.started and all(partner.started for partner in operation.partners):
+            awaited = [partner for one in operation.group for partner in one.partners]
+            if operation.started and all(partner.started for partner in awaited):
                 operation.complete = changed = True
         self.open = [operation for operation in self.open if not operation.complete]
         return changed

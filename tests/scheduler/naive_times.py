@@ -117,9 +117,9 @@ class _Sweeps:
                 members = [(rank, j) for j in range(start, stop)]
                 queued = [self.end[rank, j] for place in members for j in self.ahead.get(place, ())]
                 began = max([now, *queued])
-                for place in members:
-                    self.start[place] = began
-                    self.end[place] = self.completed(self.rows[rank][place[1]], place)
+                self.start.update(dict.fromkeys(members, began))
+                over = max(self.completed(self.rows[rank][at], (rank, at)) for _, at in members)
+                self.end.update(dict.fromkeys(members, over))
                 if self.rules.blocking:
                     now = max([now, *(self.end[place] for place in members)])
 

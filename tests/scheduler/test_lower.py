@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from pipert.scheduler.costs import Costs
 from pipert.scheduler.errors import LayoutError, ScheduleError
 from pipert.scheduler.formats.text import dumps
 from pipert.scheduler.generators.one_f_one_b import one_f_one_b
-from pipert.scheduler.generators.registry import generate
+from pipert.scheduler.generators.registry import GENERATORS, generate
 from pipert.scheduler.lower import lower
 from pipert.scheduler.placement import Placement
 from pipert.scheduler.program import Program
@@ -291,6 +291,18 @@ def test_a_group_is_a_send_and_a_receive_with_one_peer(schedule: Schedule, seman
             one, other = program.rows[rank][start:stop]
             assert program.peer(one) == program.peer(other)
             assert one.kind.is_send != other.kind.is_send
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_exchanges_in_groups_are_safe_in_every_schedule(name: str) -> None:
+    """A group holds back what it receives until what it sends is taken."""
+    made = 0
+    for ranks, microbatches, prefetch in product((2, 3, 4), (1, 4, 5, 8), (0, 1, 3)):
+        schedule = generate(name, ranks, microbatches, 2 if GENERATORS[name].chunked else 1)
+        program = lower(schedule, NCCL_GROUPED, meta=(0,), prefetch=prefetch)
+        verify(program).require()
+        made += sum(map(len, program.groups))
+    assert made
 
 
 # ---- reductions and ties ----

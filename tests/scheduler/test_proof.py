@@ -54,7 +54,7 @@ def test_a_fault_prints_as_the_actions_around_it_with_an_arrow() -> None:
         "  rank 1  0:       1RECV_F0  1F0  1SEND_F0  1RECV_F1  1F1  1SEND_F1\n"
         "                                  ^^^^^^^^\n"
         "\n"
-        "  remedy: put them in another order, issue crossing messages as a group, or use buffered sends"
+        "  remedy: put them in another order, issue crossing messages as a group and no others, or use buffered sends"
     )
     with pytest.raises(UnsafeProgramError, match="remedy: put them in another order"):
         proof.require()

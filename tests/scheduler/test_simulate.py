@@ -132,6 +132,15 @@ def test_a_rendezvous_waits_for_the_receiver_and_a_buffered_message_does_not() -
     assert simulate(replace(made, semantics=replace(MPI, buffered=True)), costs).makespan == 12
 
 
+def test_messages_of_a_group_end_together() -> None:
+    rows_of = ("0F0 0F1 0SEND_F0 0SEND_F1", "1RECV_F0 1F0 1RECV_F1 1F1")
+    made = program("0 1", 2, *rows_of, semantics=replace(MPI, grouped=True), groups=(((2, 4),), ()), trainable_from=2)
+    timeline = rows(simulate(made, Costs(1, 0, comm=1)))
+    assert timeline[0][2:] == [("0SEND_F0", 2, 5), ("0SEND_F1", 2, 5)]
+    assert timeline[1] == [("1RECV_F0", 0, 3), ("1F0", 3, 4), ("1RECV_F1", 4, 5), ("1F1", 5, 6)]
+    assert rows(simulate(replace(made, groups=()), Costs(1, 0, comm=1)))[0][2] == ("0SEND_F0", 2, 3)
+
+
 def test_reductions_and_ties_take_time_and_overlap_computations() -> None:
     made = program(
         "0 1 0 1",

@@ -26,7 +26,7 @@ from pipert.scheduler.semantics import (
     NCCL_RANK,
     Semantics,
 )
-from pipert.scheduler.verify import Fault, verify
+from pipert.scheduler.verify import Fault, Proof, verify
 from tests.scheduler.hand_written import GOOD, crossing, places, program, schedule
 
 # ---- case 4: two ranks that send to each other first ----
@@ -252,6 +252,54 @@ def test_what_is_queued_behind_a_group_waits_for_all_of_it() -> None:
     groups = (((2, 4),), ())
     fault = faulty("deadlock", *rows, placement="0 1 0", microbatches=2, groups=groups, **options)
     assert "queued behind" in fault.message
+
+
+#: Rank 0 takes a value from rank 1 and gives it another. What it makes of the first goes over rank 2 to rank 1, which
+#: waits for that before it takes the second.
+ROUND = (
+    "0F0 0SEND_F0 0F1 2RECV_F0 0SEND_F1 2F0 2SEND_F0 2RECV_F1 2F1 2SEND_F1",
+    "1RECV_F0 1F0 1SEND_F0 4RECV_F0 4F0 1RECV_F1 1F1 1SEND_F1 4RECV_F1 4F1",
+    "3RECV_F0 3F0 3SEND_F0 3RECV_F1 3F1 3SEND_F1",
+)
+
+
+def test_what_a_group_receives_is_there_only_when_what_it_sends_is_taken() -> None:
+    """NCCL runs a group as one kernel; alone, either message would let the ranks go on."""
+
+    def around(semantics: Semantics, *groups: tuple[tuple[int, int], ...]) -> Proof:
+        return verify(program("0 1 0 2 1", 2, *ROUND, semantics=semantics, groups=groups, trainable_from=5))
+
+    for semantics in (NCCL_PAIR, NCCL_GROUPED, NCCL_DIRECTION, MPI):
+        around(semantics).require()
+    proof = around(NCCL_GROUPED, ((3, 5),), (), ())
+    words = (
+        "rank 0 waits in RECV 2F0 from rank 1, in one group with SEND 0F1 to rank 1, which waits in RECV 4F0 from "
+        "rank 2, which waits in RECV 3F0 from rank 0, which waits in RECV 2F0 from rank 1"
+    )
+    assert (proof.faults[0].message, proof.faults[0].along) == (words, ((0, 3), (1, 3), (2, 0)))
+    assert str(proof).splitlines()[3:-2] == [
+        "  rank 0  0:  0F0       0SEND_F0  0F1       2RECV_F0  0SEND_F1  2F0       2SEND_F0",
+        "                                            ^^^^^^^^",
+        "  rank 1  0:  1RECV_F0  1F0       1SEND_F0  4RECV_F0  4F0       1RECV_F1  1F1",
+        "                                            ^^^^^^^^",
+        "  rank 2  0:                                3RECV_F0  3F0       3SEND_F0  3RECV_F1",
+        "                                            ^^^^^^^^",
+    ]
+
+
+def test_a_group_over_two_peers_is_complete_together() -> None:
+    """These are two communicators of NCCL, but nothing promises that it does not launch them as one."""
+    rows = (
+        "0F0 0SEND_F0 0F1 0SEND_F1 3RECV_F0 3F0 3SEND_F0 3RECV_F1 3F1 3SEND_F1",
+        "1RECV_F0 1F0 1SEND_F0 5RECV_F0 5F0 1RECV_F1 1F1 1SEND_F1 5RECV_F1 5F1",
+        "2RECV_F0 2F0 2SEND_F0 2RECV_F1 2F1 2SEND_F1",
+        "4RECV_F0 4F0 4SEND_F0 4RECV_F1 4F1 4SEND_F1",
+    )
+    loose = program("0 1 2 0 3 1", 2, *rows, semantics=NCCL_GROUPED, trainable_from=6)
+    verify(loose).require()
+    proof = verify(replace(loose, groups=(((3, 5),), (), (), ())))
+    assert places(proof) == [("deadlock", 0, 4, "3RECV_F0")]
+    assert "RECV 3F0 from rank 2, in one group with SEND 0F1 to rank 1, which waits in RECV 5F0" in str(proof)
 
 
 def test_a_wait_at_the_end_of_a_row_is_a_wait_too() -> None:
