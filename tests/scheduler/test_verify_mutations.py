@@ -22,7 +22,7 @@ from pipert.scheduler.lower.updates import update_program
 from pipert.scheduler.placement import Placement
 from pipert.scheduler.program import Program
 from pipert.scheduler.schedule import Schedule
-from pipert.scheduler.semantics import NCCL_GROUPED, Semantics
+from pipert.scheduler.semantics import Semantics
 from pipert.scheduler.verify import Proof, verify
 from pipert.scheduler.vocabulary import Vocabulary
 from tests.scheduler.brute_force import run
@@ -131,15 +131,6 @@ def test_no_mutant_of_any_kind_escapes_and_no_valid_one_is_refused(mutation: Mut
     for _ in range(150):
         outcomes[agree(mutated(random_program(random), [mutation], random)).ok] += 1
     assert outcomes[mutation.__name__ == "split_backward"] > 30  # the test tests something
-
-
-def test_any_neighbouring_messages_may_be_a_group_and_the_two_agree_on_which_groups_hang() -> None:
-    random, outcomes = Random("groups"), Counter[bool]()
-    grouped = [rules for rules in ALL_SEMANTICS if rules.grouped]
-    for _ in range(150):
-        made, rules = random_program(random), random.choice([NCCL_GROUPED, *grouped])
-        outcomes[agree(regrouped(lower(made.schedule, rules), random)).ok] += 1
-    assert min(outcomes.values()) > 20
 
 
 def test_compiled_and_plain_kernels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
