@@ -21,7 +21,8 @@ from pipert.comm.local import run_ranks
 from pipert.comm.mesh import Mesh
 from pipert.engine.loss import default_count
 from pipert.engine.pipeline import Pipeline
-from pipert.errors import BatchError
+from pipert.errors import BatchError, ConfigError
+from pipert.optim.zero import ZeroAdamW
 from pipert.report.log import RunLog
 from pipert.report.metrics import read_metrics
 from tests.engine.world import ADAMW, Residual, assert_same, parts, run_pipeline, run_plain, vectors
@@ -165,3 +166,15 @@ def test_a_rank_that_waited_for_data_was_said_to_be_in_the_last_steps_action() -
 
     expected = ["pulling the batch of eval_step 1", "the trainer's own code, after eval_step 1"]
     assert run_ranks(2, rank) == [expected] * 2
+
+
+def test_an_optimizer_updated_weights_that_nobody_used_any_more() -> None:
+    """A second optimizer on another pipeline of the same model, or model.to(…), gave the parameters other memory. The
+    first one went on updating its own buffer: its steps changed nothing, and nothing said so."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
+    pipes = [Pipeline(model, F.mse_loss, Mesh.local(), microbatches=1) for _ in range(2)]
+    first, second = map(ZeroAdamW, pipes)
+    pipes[0].step(vectors(4))
+    with pytest.raises(ConfigError, match=r"0.weight is no longer where its optimizer updates it"):
+        first.step()
+    second.step()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -305,6 +306,10 @@ class Pipeline:
         """The norm over all ranks, for the optimizer."""
         return norm_of(squares, self.mesh.world)
 
+    def together(self, work: Callable[[], None]) -> None:
+        """Do some work of the optimizer on every rank; a refusal on any of them is raised on all."""
+        together(self.mesh.world, work)
+
     def memory(self) -> Memory:
         """Bytes of weights, gradients, moments and masters on this rank; of the last two as far as pipert has them."""
         if self._optimizer is not None:
@@ -377,12 +382,21 @@ class Pipeline:
 
 
 def _check_same(mesh: Mesh, optimizer: ZeroOptimizer) -> None:
-    """Refuse optimizers that differ from rank to rank."""
-    mine = {"zero": optimizer.zero, "early": optimizer.early, "clip": optimizer.clip}
-    told = mesh.world.exchange(json.dumps([mine, len(optimizer.param_groups)]).encode())
-    for rank, blob in enumerate(told):
-        if blob != told[0]:
-            raise ConfigError(f"ranks 0 and {rank} made different optimizers: {told[0].decode()}, {blob.decode()}")
+    """Refuse optimizers that differ from rank to rank, or whose groups do between ranks that have the same stages."""
+    mine = {"zero": optimizer.zero, "early": optimizer.early, "clip": optimizer.clip, "groups": optimizer.groups()}
+    told = [json.loads(blob) for blob in mesh.world.exchange(json.dumps([mesh.pp_rank, mine], default=repr).encode())]
+    first: dict[int, tuple[int, Any]] = {}
+    for rank, (stages, theirs) in enumerate(told):
+        other, known = first.setdefault(stages, (rank, theirs))
+        shapes = [(one["zero"], one["early"], one["clip"], len(one["groups"])) for one in (told[0][1], theirs)]
+        if shapes[0] != shapes[1]:
+            other, known = 0, told[0][1]
+        elif known == theirs:
+            continue
+        raise ConfigError(
+            f"ranks {other} and {rank} made different optimizers: {json.dumps(known)}, {json.dumps(theirs)}; give the "
+            "same arguments on all"
+        )
 
 
 @contextmanager

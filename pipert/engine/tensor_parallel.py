@@ -31,11 +31,16 @@ def check_model(model: nn.Module, mesh: Mesh) -> None:
     """Refuse a model that the mesh's tensor-parallel ranks cannot share.
 
     Raises:
-        ConfigError: it does not know how to be shared out, or was shared out over other ranks.
+        ConfigError: it does not know how to be shared out, or was shared out over other ranks, or replicas have it in
+            shards.
     """
     if not isinstance(model, nn.Module):
         return  # refused when it is traced
     for name, parameter in model.named_parameters():
+        if not parameter.is_meta and parameter.untyped_storage().nbytes() < parameter.nbytes:
+            raise ConfigError(
+                f"{name} is in shards of an optimizer (ZeRO stage 3) of another pipeline; close() that one first"
+            )
         shard = shard_of(parameter)
         if shard is not None and (shard.parts, shard.index) != (mesh.tp, mesh.tp_rank):
             raise ConfigError(

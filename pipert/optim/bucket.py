@@ -130,6 +130,14 @@ class Bucket:
             parameter.data = self._poison.expand(shape) if parameter.numel() else self._poison.new_empty(shape)
         self.flat.untyped_storage().resize_(0)
 
+    def moved(self) -> Iterator[str]:
+        """Names of parameters that have been given other memory than the buffer's."""
+        there = self.flat.untyped_storage().nbytes() > 0
+        for entry, start in zip(self.entries, self.layout.starts, strict=True):
+            own = self.flat.data_ptr() + start * self.flat.itemsize if there else self._poison.data_ptr()
+            if entry.parameter.numel() and entry.parameter.data_ptr() != own:
+                yield entry.name
+
     def need_master(self) -> torch.Tensor:
         """The weights that are updated."""
         if self.master is None:

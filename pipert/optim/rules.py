@@ -25,7 +25,13 @@ Kept = Mapping[str, torch.Tensor | float]
 
 
 class Rule(ABC):
-    """Updates buckets, one at a time. What it keeps for a bucket has the size of its shard."""
+    """Updates buckets, one at a time. What it keeps for a bucket has the size of its shard.
+
+    Attributes:
+        needs: what a parameter's state must have to be loaded.
+    """
+
+    needs: tuple[str, ...] = ()
 
     @abstractmethod
     def prepare(self, buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -> None:
@@ -66,6 +72,8 @@ class AdamW(Rule):
 
     Neighbours in a shard that have made as many steps are updated together.
     """
+
+    needs = ("step", "exp_avg", "exp_avg_sq")
 
     def __init__(self) -> None:
         self._moments: dict[Bucket, _Moments] = {}
@@ -293,7 +301,7 @@ def check_elementwise(factory: Factory) -> None:
             pieces[0].grad, pieces[1].grad = gradient[:5].clone(), gradient[5:].clone()
             for optimizer in both:
                 optimizer.step()
-    except (RuntimeError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"the optimizer cannot update shards ({str(error).partition(chr(10))[0]:.200}); use one that updates each "
             "element by itself, such as AdamW, Adam or SGD, and whose step() takes no closure"

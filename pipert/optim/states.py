@@ -10,7 +10,8 @@ import torch
 
 from pipert.comm.transport import Transport
 from pipert.errors import ConfigError
-from pipert.optim.bucket import Bucket
+from pipert.optim.bucket import Bucket, Entry
+from pipert.optim.flat import Piece
 from pipert.optim.rules import Rule
 
 #: What the master weights of half-precision parameters are called beside the optimizer's own names.
@@ -72,12 +73,32 @@ def _whole(bucket: Bucket, name: str, pieces: Sequence[Any], replicas: Transport
     return flat
 
 
-def load_states(buckets: Sequence[Bucket], rule: Rule, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give every shard its part of whole states.
+def check_states(entries: Sequence[Entry], rule: Rule, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse states that are not of these parameters; the same answer on every replica.
 
     Raises:
-        ConfigError: a tensor has another shape than its parameter.
+        ConfigError: names are not those of parameters, something is missing, or a tensor has another shape.
     """
+    if any(not isinstance(name, str) for name in states):
+        raise ConfigError(
+            f"a state by number ({', '.join(map(repr, list(states)[:3]))}, …), as torch's optimizers save it; give one "
+            "by parameter name, as in state_dict() of pipert's own"
+        )
+    for entry in entries:
+        kept = states.get(entry.name, {})
+        missing = [name for name in rule.needs if kept and set(kept) != {MASTER} and name not in kept]
+        if missing:
+            raise ConfigError(f"the state of {entry.name} has no {missing[0]}; load one of the same optimizer")
+        for name, value in kept.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != entry.parameter.shape:
+                raise ConfigError(
+                    f"the state {name} of {entry.name} has shape {list(value.shape)}, the parameter "
+                    f"{list(entry.parameter.shape)}; load the state of the same model"
+                )
+
+
+def load_states(buckets: Sequence[Bucket], rule: Rule, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give every shard its part of whole states that `check_states` has looked at."""
     for bucket in buckets:
         if bucket.group is None:
             continue
@@ -86,7 +107,9 @@ def load_states(buckets: Sequence[Bucket], rule: Rule, states: Mapping[str, Mapp
             entry = bucket.entries[piece.parameter]
             kept.append(
                 {
-                    name: _cut(entry.name, name, value, bucket, piece) if isinstance(value, torch.Tensor) else value
+                    name: _cut(value, bucket.shapes[piece.parameter], piece)
+                    if isinstance(value, torch.Tensor)
+                    else value
                     for name, value in states.get(entry.name, {}).items()
                 }
             )
@@ -105,13 +128,8 @@ def _load_master(bucket: Bucket, parts: Sequence[torch.Tensor | None]) -> None:
     bucket.round_master()
 
 
-def _cut(parameter: str, name: str, value: torch.Tensor, bucket: Bucket, piece: Any) -> torch.Tensor:
-    wanted = bucket.shapes[piece.parameter]
-    if value.dim() == 0:
+def _cut(value: torch.Tensor | float, wanted: torch.Size, piece: Piece) -> torch.Tensor | float:
+    """A piece of a tensor of the parameter's shape, which may be that of a single number; other numbers as they are."""
+    if not isinstance(value, torch.Tensor) or value.shape != wanted:
         return value
-    if value.shape != wanted:
-        raise ConfigError(
-            f"the state {name} of {parameter} has shape {list(value.shape)}, the parameter {list(wanted)}; load the "
-            "state of the same model"
-        )
     return value.reshape(-1)[piece.first : piece.first + piece.stop - piece.start]

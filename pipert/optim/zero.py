@@ -18,7 +18,7 @@ from pipert.optim.loss_scale import Decision, LossScaler, check_max_norm
 from pipert.optim.memory import Memory, nbytes
 from pipert.optim.precision import accumulates_in
 from pipert.optim.rules import AdamW, Elementwise, Factory, Rule
-from pipert.optim.states import gathered_states, load_states
+from pipert.optim.states import check_states, gathered_states, load_states
 from pipert.scheduler.action import Kind
 
 
@@ -42,6 +42,10 @@ class Host(Protocol):
 
     def norm_of(self, squares: Sequence[tuple[int, float]]) -> float:
         """The norm over all ranks from each rank's (parameter's order, sum of squares)."""
+        ...
+
+    def together(self, work: Callable[[], None]) -> None:
+        """Do some work on every rank; a refusal on any of them is raised on all."""
         ...
 
 
@@ -84,6 +88,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         early: as given.
         speculated: whether the last step of the pipeline has updated the weights, and `step` has not been called yet.
         buckets: the flat buffers.
+        closed: whether `close` was called.
 
     Raises:
         ConfigError: an argument cannot be used, on every rank alike.
@@ -119,12 +124,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._decided = False
         self._undo: dict[int, list[Callable[[], None]]] = {}
         self._stale, self._hyper = False, ""
-        self.speculated = False
+        self.speculated = self.closed = False
         pipe.attach(self)
 
     def check(self) -> None:
         """Check the arguments that need no parameters; the pipeline calls it before `prepare`."""
-        if isinstance(self.given, bool) or self.given not in range(4):
+        if type(self.given) is not int or self.given not in range(4):
             raise ConfigError(f"zero = {self.given!r} must be 0, 1, 2 or 3, a stage of ZeRO")
         if self.clip is not None:
             check_max_norm(self.clip)
@@ -133,8 +138,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Check the parameters and lay out the buffers; the pipeline calls it on every rank."""
         replicas = self._pipe.mesh.dp
         zero = self.given if replicas > 1 else 0
-        groups = _groups(self._given, [entry.parameter for entry in entries])
-        super().__init__(groups, self._given_defaults)
+        try:
+            groups = _groups(self._given, [entry.parameter for entry in entries])
+            super().__init__(groups, self._given_defaults)
+        except (TypeError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"params = {self._given!r:.60} cannot be used ({error}); give parameters, or groups "
+                '{"params": [...], "lr": ...} of them, each parameter once'
+            ) from error
         numbers = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
         _check_parameters(entries, numbers)
         owner = [numbers.get(id(entry.parameter)) for entry in entries]
@@ -144,13 +155,38 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._rule.prepare(self.buckets, self.param_groups)
 
     def close(self) -> None:
-        """Give the parameters back whole, with memory of their own; the pipeline may get another optimizer then."""
+        """Give the parameters back whole, with memory of their own; the pipeline may get another optimizer then.
+
+        Gradients that are there are whole in ``.grad`` afterwards. Closing again does nothing.
+        """
+        if self.closed:
+            return
         with self.gathered():
             whole = [(p, p.detach().clone()) for bucket in self.buckets for p in bucket.parameters]
+        gradients = self.gradients()
+        owners = [(entry.name, entry.parameter) for bucket in self.buckets for entry in bucket.entries]
         for parameter, weight in whole:
             parameter.data = weight
+        for name, parameter in owners:
+            parameter.grad = gradients[name]
         self._pipe.detach(self)
-        self.buckets = []
+        self.buckets, self.closed = [], True
+
+    def check_usable(self) -> None:
+        """Refuse to go on where updates would be lost.
+
+        Raises:
+            ConfigError: the optimizer is closed, or somebody has given a parameter other memory.
+        """
+        if self.closed:
+            raise ConfigError("the optimizer is closed; make another one of the pipeline, or torch's")
+        moved = next((name for bucket in self.buckets for name in bucket.moved()), None)
+        if moved is not None:
+            raise ConfigError(
+                f"the parameter {moved} is no longer where its optimizer updates it: a second optimizer, model.to(...) "
+                "or load_state_dict(assign=True) has given it other memory; do such things before the optimizer is "
+                "made, or after its close()"
+            )
 
     # ---- the update ------------------------------------------------------------------------------------------------
 
@@ -168,6 +204,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ConfigError("step takes no closure: a pipeline computes its loss in pipe.step; call that before")
+        self.check_usable()
         if self.speculated:
             self._validate()
         elif self._decided:
@@ -184,13 +221,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         assert self.decision is not None
         if not self.decision.apply:
             self._pipe.update(Kind.UNDO)
-        elif self.decision.factor != 1.0 or self._stale or self._hyper != self._hyper_now():
+        elif self.decision.factor != 1.0 or self._stale or self._hyper != repr(self.groups()):
             self._pipe.update(Kind.UNDO, Kind.STEP)
         self._undo.clear()
         self.speculated = False
 
-    def _hyper_now(self) -> str:
-        return repr([{key: value for key, value in group.items() if key != "params"} for group in self.param_groups])
+    def groups(self) -> list[dict[str, Any]]:
+        """The hyper-parameters of each group."""
+        no = ("params", "param_names")
+        return [{key: value for key, value in group.items() if key not in no} for group in self.param_groups]
 
     def decide(self, max_norm: float | None = None) -> Decision:
         """Decide on the next update now; see `Pipeline.decide`."""
@@ -240,7 +279,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def speculating(self) -> Iterator[None]:
         """Around a step of the pipeline: what STEP does in it may have to be undone."""
         self._roll_back()
-        self._speculating, self._decided, self._hyper = self.early, False, self._hyper_now()
+        self._speculating, self._decided, self._hyper = self.early, False, repr(self.groups())
         try:
             yield
         finally:
@@ -367,19 +406,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
         are made from them.
 
         Raises:
-            ConfigError: it is of other groups, or a tensor has another shape.
+            ConfigError: it is of other groups or names, something is missing, or a tensor has another shape; on
+                every rank, and nothing has changed.
         """
         self.settle()
-        groups = state_dict["param_groups"]
-        if len(groups) != len(self.param_groups):
-            raise ConfigError(f"a state of {len(groups)} parameter groups for {len(self.param_groups)}")
-        for group, kept in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in kept.items() if key not in ("params", "names")})
-        load_states(self.buckets, self._rule, state_dict["state"])
+        self._pipe.together(lambda: self._load(state_dict))
         if self.zero in (1, 2):
             replicas = self._pipe.mesh.dp_group
             for bucket in self.buckets:
                 replicas.wait(replicas.iallgather(bucket.flat, bucket.shard), "gathering of weights")
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
+        """This rank's part of `load_state_dict`; everything is looked at before anything changes."""
+        missing = [key for key in ("state", "param_groups") if key not in state_dict]
+        if missing:
+            raise ConfigError(f"a state without {' and '.join(missing)}; give what state_dict() returned")
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise ConfigError(f"a state of {len(groups)} parameter groups for {len(self.param_groups)}")
+        check_states([entry for bucket in self.buckets for entry in bucket.entries], self._rule, state_dict["state"])
+        for group, kept in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in kept.items() if key not in ("params", "names")})
+        load_states(self.buckets, self._rule, state_dict["state"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse groups once the buffers are laid out.
@@ -465,6 +513,8 @@ def counted_part(
 def _check_hyper(group: Mapping[str, Any]) -> None:
     """`torch.optim.AdamW`'s ranges."""
     betas = group["betas"]
+    if not (isinstance(betas, Sequence) and all(isinstance(beta, (int, float)) for beta in betas)):
+        raise ConfigError(f"betas = {betas!r} must be two numbers in [0, 1)")
     for name in ("lr", "eps", "weight_decay"):
         if not (isinstance(group[name], (int, float)) and group[name] >= 0 and math.isfinite(group[name])):
             raise ConfigError(f"{name} = {group[name]!r} must be a number >= 0")
@@ -486,6 +536,8 @@ def _check_parameters(entries: Sequence[Entry], numbers: Mapping[int, int]) -> N
         raise ConfigError("a group has a parameter that is not this rank's; use those of pipe.named_parameters()")
     for entry in entries:
         parameter = entry.parameter
+        if parameter.untyped_storage().nbytes() < parameter.nbytes:
+            raise ConfigError(f"{entry.name} is in shards of another optimizer (ZeRO stage 3); close() that one first")
         if parameter.requires_grad and id(parameter) not in numbers:
             raise ConfigError(f"no group has the trainable parameter {entry.name}; give it to one, or freeze it")
         if parameter.requires_grad and not accumulates_in(parameter).is_floating_point:
