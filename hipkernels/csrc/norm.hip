@@ -7,6 +7,7 @@ template <class T>
 struct Input {
   const T *x, *residual;
   T *h;
+  PORT_METHOD float first(int64_t i) const { return widen(x[i]) + (residual ? widen(residual[i]) : 0.0f); }
   template <int V, class R>
   PORT_METHOD Lanes<V> read(int64_t i, R has_residual) const {
     if constexpr (has_residual.value) {
@@ -19,54 +20,45 @@ struct Input {
   }
 };
 
-// A row is read from memory for its first sum while the row before is written, so that arithmetic and memory overlap.
+// The sums are those of x - pivot and of its square, pivot being the row's first element: mean and variance in one pass.
+// Where the pivot is so far from the mean that their difference would lose digits, the squares are summed anew.
 template <class T, int V>
 PORT_KERNEL(norm_forward, T *y, float *means, float *rstds, Input<T> input, const float *weight, const float *bias,
             int64_t rows, int64_t columns, int64_t each, float eps, int centred) {
-  const int64_t begin = PORT_BLOCK * each, end = port_smaller(rows, begin + each);
+  const int64_t end = port_smaller(rows, (PORT_BLOCK + 1) * each);
   choose(input.residual != nullptr, [&](auto has_residual) {
-    choose(centred != 0, [&](auto is_centred) {
-      const auto first = [&](int64_t i) {
-        const auto value = input.template read<V>(i, has_residual);
-        if constexpr (is_centred.value)
-          return total(value);
-        else
-          return total(value * value);
-      };
-      float sum = lanes_sum<V>(0, columns, [&](int64_t i) { return first(begin * columns + i); });
-      for (int64_t row = begin; row < end; ++row) {
-        const T *in = (has_residual.value ? input.h : input.x) + row * columns;
-        T *out = y + row * columns;
-        float mean = 0.0f, squares = block_sum(sum);
-        if constexpr (is_centred.value) {
-          mean = squares / (float)columns;
+    for (int64_t row = PORT_BLOCK * each; row < end; ++row) {
+      const T *in = (has_residual.value ? input.h : input.x) + row * columns;
+      T *out = y + row * columns;
+      const float pivot = centred ? input.first(row * columns) : 0.0f;
+      const Two sums = block_sum(lanes_sum_two<V>(0, columns, [&](int64_t i) {
+        const auto d = input.template read<V>(row * columns + i, has_residual) - pivot;
+        return Two{total(d), total(d * d)};
+      }));
+      float mean = 0.0f, squares = sums.b;
+      if (centred) {
+        const float shift = sums.a / (float)columns, lost = shift * sums.a;
+        mean = pivot + shift;
+        squares = sums.b - lost;
+        if (!(lost < 8.0f * squares))  // also for NaN
           squares = block_sum(lanes_sum<V>(0, columns, [&](int64_t i) {
             const auto d = load<V>(in + i) - mean;
             return total(d * d);
           }));
-        }
-        const float rstd = 1.0f / port_sqrt(squares / (float)columns + eps);
-        choose(bias != nullptr, [&](auto has_bias) {
-          const auto write = [&](int64_t i) {
-            auto value = (load<V>(in + i) - mean) * rstd * load<V>(weight + i);
-            if constexpr (has_bias.value) value = value + load<V>(bias + i);
-            store(out + i, value);
-          };
-          const int64_t next = (row + 1) * columns;
-          if (row + 1 < end)
-            sum = lanes_sum<V>(0, columns, [&](int64_t i) {
-              write(i);
-              return first(next + i);
-            });
-          else
-            lanes_each<V>(0, columns, write);
-        });
-        if (PORT_THREAD == 0) {
-          means[row] = mean;
-          rstds[row] = rstd;
-        }
       }
-    });
+      const float rstd = 1.0f / port_sqrt(squares / (float)columns + eps);
+      choose(bias != nullptr, [&](auto has_bias) {
+        lanes_each<V>(0, columns, [&](int64_t i) {
+          auto value = (load<V>(in + i) - mean) * rstd * load<V>(weight + i);
+          if constexpr (has_bias.value) value = value + load<V>(bias + i);
+          store(out + i, value);
+        });
+      });
+      if (PORT_THREAD == 0) {
+        means[row] = mean;
+        rstds[row] = rstd;
+      }
+    }
   });
 }
 

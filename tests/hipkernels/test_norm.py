@@ -131,6 +131,18 @@ def test_rows_with_infinities_or_nan_spoil_only_themselves(library: Library) -> 
     assert y[2].isnan().all()
 
 
+@pytest.mark.parametrize(("place", "outlier"), [(0, 0.0), (0, 1e4), (5, 1e4), (0, -3e6)])
+@pytest.mark.parametrize("mean", [0.0, 1e3, -1e5])
+def test_rows_far_from_zero_and_outliers_cost_no_digits(
+    library: Library, mean: float, place: int, outlier: float
+) -> None:
+    x = randn(6, 96) + mean
+    x[:, place] += outlier
+    expected = torch.nn.functional.layer_norm(x.double(), (96,))
+    rounding = 1e-4 * max(1.0, abs(mean) / 1e3)  # a mean in fp32 is off by half its last digit, values by as much
+    assert (hk.layer_norm(x).double() - expected).abs().max() < rounding
+
+
 def test_no_rows_are_no_work_and_gradients_of_zero(library: Library) -> None:
     x, weight = leaf(torch.empty(0, 9)), leaf(torch.ones(9))
     hk.layer_norm(x, weight).sum().backward()
