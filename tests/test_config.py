@@ -86,6 +86,11 @@ def test_a_minimal_configuration_has_defaults_for_the_rest() -> None:
         ),
         ("parallel", {"micro_batch": 32}, r"= 0\.5 micro-batches, not a whole number; use global_batch 32"),
         ("parallel", {"tp": 3}, r"parallel\.tp 3: heads 4 / tp 3 leaves 1 over; tp must divide the heads"),
+        (
+            "parallel",
+            {"pp": 2, "vocabulary": "spread", "zero": 2},
+            r"vocabulary \"spread\" with parallel\.zero 2: .*zero = 1",
+        ),
         ("schedule", {"warmup": 11}, r"schedule\.warmup 11 is longer than run\.steps 10"),
         ("schedule", {"warmup": 5, "length": 5}, r"schedule\.length 5 ends within schedule\.warmup 5"),
         ("model", {"vocabulary": 61}, r"model\.vocabulary 61 is too small for data\.tokenizer bytes; use 256"),

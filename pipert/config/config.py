@@ -71,6 +71,11 @@ class Config:
             )
         if self.parallel.vocabulary == "spread" and tp > 1:
             yield f'parallel.vocabulary "spread" with parallel.tp {tp}: rows are shared out already; use one of the two'
+        if self.parallel.vocabulary == "spread" and self.parallel.zero >= 2:
+            yield (
+                f'parallel.vocabulary "spread" with parallel.zero {self.parallel.zero}: its gradients and weights '
+                'are not shared out among replicas; use zero = 1, or vocabulary = "ends"'
+            )
         for problem in self.model.tensor_parallel_problems(tp, sequence_parallel=self.parallel.sequence_parallel):
             yield f"model with parallel.tp {tp}: {problem}"
 
