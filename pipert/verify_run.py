@@ -29,8 +29,9 @@ from pipert.optim.zero import ZeroOptimizer
 from pipert.recipe import Updater, make_learning_rate, make_optimizer, make_pipeline
 from pipert.trainer import open_text
 
-#: By dtype the largest relative difference that rounding explains.
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+#: By dtype the largest relative difference that rounding explains. In float32 it is large, because AdamW divides
+#: gradients that are rounding errors by their own size.
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True)
