@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from pipert.engine.pipeline import Pipeline
     from pipert.engine.result import StepResult
     from pipert.layers.parallelize import parallelize
+    from pipert.optim.adamw import ZeroAdamW
     from pipert.optim.loss_scale import LossScale
     from pipert.optim.precision import Precision
-    from pipert.optim.zero import ZeroAdamW, ZeroOptimizer
+    from pipert.optim.zero import ZeroOptimizer
 
 _HOMES = {
     "AutoOptions": "pipert.engine.auto",
@@ -29,7 +30,7 @@ _HOMES = {
     "Pipeline": "pipert.engine.pipeline",
     "Precision": "pipert.optim.precision",
     "StepResult": "pipert.engine.result",
-    "ZeroAdamW": "pipert.optim.zero",
+    "ZeroAdamW": "pipert.optim.adamw",
     "ZeroOptimizer": "pipert.optim.zero",
     "parallelize": "pipert.layers.parallelize",
     "run_ranks": "pipert.comm.local",

@@ -15,9 +15,9 @@ from pipert.errors import ConfigError
 from pipert.layers.parallelize import parallelize
 from pipert.models.gpt import GPT
 from pipert.models.loss import CausalLMLoss
+from pipert.optim.adamw import ZeroAdamW
 from pipert.optim.groups import decay_groups
 from pipert.optim.learning_rate import LearningRate
-from pipert.optim.zero import ZeroAdamW
 
 
 def check_mesh(config: Config, mesh: Mesh) -> None:

@@ -22,7 +22,7 @@ from pipert.comm.mesh import Mesh
 from pipert.engine.loss import default_count
 from pipert.engine.pipeline import Pipeline
 from pipert.errors import BatchError, ConfigError
-from pipert.optim.zero import ZeroAdamW
+from pipert.optim.adamw import ZeroAdamW
 from pipert.report.log import RunLog
 from pipert.report.metrics import read_metrics
 from tests.engine.world import ADAMW, Residual, assert_same, parts, run_pipeline, run_plain, vectors

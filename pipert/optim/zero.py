@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, overload
@@ -17,7 +16,7 @@ from pipert.optim.flat import Piece
 from pipert.optim.loss_scale import Decision, LossScaler, check_max_norm
 from pipert.optim.memory import Memory, nbytes
 from pipert.optim.precision import accumulates_in
-from pipert.optim.rules import AdamW, Elementwise, Factory, Rule
+from pipert.optim.rules import Elementwise, Factory, Rule
 from pipert.optim.states import check_states, gathered_states, load_states
 from pipert.scheduler.action import Kind
 
@@ -440,57 +439,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
 
-class ZeroAdamW(ZeroOptimizer):
-    """AdamW with `torch.optim.AdamW`'s numbers and defaults, fused, on flat shards; see `ZeroOptimizer`.
-
-        optim = pipert.ZeroAdamW(pipe, zero=1, lr=3e-4, clip=1.0)
-
-    Args:
-        pipe: as for `ZeroOptimizer`.
-        params: likewise.
-        lr: learning rate.
-        betas: decay of the running means of gradient and square.
-        eps: added to the root of the latter.
-        weight_decay: decoupled.
-        amsgrad, maximize: torch's; only False.
-        zero: the ZeRO stage.
-        early: as for `ZeroOptimizer`.
-        clip: likewise.
-
-    Raises:
-        ConfigError: as `ZeroOptimizer`; or a hyper-parameter is out of range.
-    """
-
-    def __init__(
-        self,
-        pipe: Host,
-        params: Iterable[Any] | None = None,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        zero: int = 0,
-        early: bool = False,
-        clip: float | None = None,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self._refused = {"amsgrad": amsgrad, "maximize": maximize}
-        self._start(pipe, AdamW, params, defaults, zero, early, clip)
-
-    def prepare(self, entries: Sequence[Entry]) -> None:
-        """Check the arguments and lay out the buffers."""
-        for name, wanted in self._refused.items():
-            if wanted:
-                raise ConfigError(f"{name} = {wanted!r} is not in ZeroAdamW; use ZeroOptimizer with torch.optim.AdamW")
-        _check_hyper(self._given_defaults)
-        super().prepare(entries)
-        for group in self.param_groups:
-            _check_hyper(group)
-
-
 def counted_part(
     parameter: torch.nn.Parameter, piece: Piece, gradient: torch.Tensor, first: bool
 ) -> Iterator[torch.Tensor]:
@@ -508,18 +456,6 @@ def counted_part(
         for start, stop in shard.counted:
             counts.narrow(shard.dim, start, stop - start).fill_(True)
         yield gradient[counts.reshape(-1)[piece.first : piece.first + len(gradient)]]
-
-
-def _check_hyper(group: Mapping[str, Any]) -> None:
-    """`torch.optim.AdamW`'s ranges."""
-    betas = group["betas"]
-    if not (isinstance(betas, Sequence) and all(isinstance(beta, (int, float)) for beta in betas)):
-        raise ConfigError(f"betas = {betas!r} must be two numbers in [0, 1)")
-    for name in ("lr", "eps", "weight_decay"):
-        if not (isinstance(group[name], (int, float)) and group[name] >= 0 and math.isfinite(group[name])):
-            raise ConfigError(f"{name} = {group[name]!r} must be a number >= 0")
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ConfigError(f"betas = {betas!r} must be two numbers in [0, 1)")
 
 
 def _groups(params: Iterable[Any] | None, own: Sequence[torch.nn.Parameter]) -> list[dict[str, Any]]:

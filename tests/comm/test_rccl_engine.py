@@ -19,7 +19,7 @@ from pipert.engine import programs
 from pipert.engine.collect import collect
 from pipert.engine.links import measure_links
 from pipert.engine.pipeline import Pipeline
-from pipert.optim.zero import ZeroAdamW
+from pipert.optim.adamw import ZeroAdamW
 from pipert.scheduler.action import Kind
 from pipert.scheduler.errors import ScheduleError
 from pipert.scheduler.program import Program

@@ -15,7 +15,7 @@ from pipert.comm.mesh import Mesh
 from pipert.engine.offload import Mover, Saved
 from pipert.engine.pipeline import Pipeline
 from pipert.errors import ConfigError
-from pipert.optim.zero import ZeroAdamW
+from pipert.optim.adamw import ZeroAdamW
 from tests.engine.test_memory import Watch, Watched
 from tests.engine.test_recompute import foreign
 from tests.engine.world import assert_same, gpt, run_pipeline, token_loss, tokens, tower, vectors

@@ -18,7 +18,7 @@ from pipert.engine.reference import reference_step
 from pipert.errors import ConfigError
 from pipert.models.loss import CausalLMLoss
 from pipert.optim import LossScale, Precision
-from pipert.optim.zero import ZeroAdamW
+from pipert.optim.adamw import ZeroAdamW
 from tests.engine.world import Outcome, assert_same, gpt, run_pipeline, tokens, tower, vectors
 
 LAYOUTS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 1)]

@@ -21,7 +21,7 @@ from pipert.errors import BatchError, ConfigError, PartitionError
 from pipert.gpt_config import GPTConfig
 from pipert.layers.spread import TokenLoss
 from pipert.models import GPT, CausalLMLoss
-from pipert.optim.zero import ZeroAdamW
+from pipert.optim.adamw import ZeroAdamW
 from pipert.scheduler.action import Kind
 from tests.engine.spread_world import Smoothed, run_spread
 from tests.engine.world import ADAMW, SGD, assert_same, gpt, parts, run_pipeline, run_plain, tokens
