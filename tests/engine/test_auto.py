@@ -34,6 +34,7 @@ from tests.engine.world import (
     parts,
     run_pipeline,
     run_plain,
+    seeded,
     token_loss,
     tokens,
     tower,
@@ -45,8 +46,7 @@ HEAVY_END = Costs((1, 1, 3), (2, 2, 6), (0, 1, 3), (2, 1, 3), comm=0.1)
 
 def lopsided() -> nn.Sequential:
     """Blocks of very unequal weight, the heaviest last."""
-    with torch.random.fork_rng([]):
-        torch.manual_seed(0)
+    with seeded(0):
         head = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 6))
         return nn.Sequential(nn.LayerNorm(6), *tower(5).children(), head).double()
 

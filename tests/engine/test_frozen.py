@@ -13,7 +13,18 @@ from torch import nn
 from pipert.comm.local import run_ranks
 from pipert.comm.mesh import Mesh
 from pipert.engine.pipeline import Pipeline
-from tests.engine.world import ADAMW, SCHEDULES, assert_same, gpt, parts, run_pipeline, run_plain, token_loss, tokens
+from tests.engine.world import (
+    ADAMW,
+    SCHEDULES,
+    assert_same,
+    gpt,
+    parts,
+    run_pipeline,
+    run_plain,
+    seeded,
+    token_loss,
+    tokens,
+)
 
 
 class Adapter(nn.Module):
@@ -41,8 +52,7 @@ def adapters(model: nn.Module) -> None:
     model.requires_grad_(False)
     blocks = model._modules["blocks"]
     assert isinstance(blocks, nn.ModuleList)
-    with torch.random.fork_rng([]):
-        torch.manual_seed(0)
+    with seeded(0):
         for index in (2, 3, 6):
             blocks[index] = Adapter(blocks[index], 32).double()
             blocks[index].block.requires_grad_(False)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.nn import functional as F
 
 from pipert.comm.faults import Faults
@@ -30,6 +29,7 @@ from tests.engine.world import (
     parts,
     run_pipeline,
     run_plain,
+    tie_and_freeze,
     token_loss,
     tokens,
     tower,
@@ -154,13 +154,7 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
 @given(worlds())
 def test_any_layout_on_any_transport_gives_the_numbers_of_one_process(world: dict[str, Any]) -> None:
     model = tower(world["blocks"])
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    for index in world["tied"]:
-        linears[index % len(linears)].weight = linears[min(world["tied"]) % len(linears)].weight
-    for index, block in enumerate(model):
-        block.requires_grad_(index not in world["frozen"])
-    if all(not p.requires_grad for p in model.parameters()):
-        model.requires_grad_(True)
+    tie_and_freeze(model, world["tied"], world["frozen"])
     steps, seed = [], 0
     for sizes in world["sizes"]:
         replicas = []

@@ -18,13 +18,12 @@ from pipert.engine.reference import reference_step
 from pipert.gpt_config import GPTConfig
 from pipert.layers import Dropout
 from pipert.models.gpt import GPT
-from tests.engine.world import SCHEDULES, Outcome, assert_same, gpt, run_pipeline, token_loss, tokens, vectors
+from tests.engine.world import SCHEDULES, Outcome, assert_same, gpt, run_pipeline, seeded, token_loss, tokens, vectors
 
 
 def foreign(blocks: int) -> nn.Sequential:
     """A model whose dropout draws from torch's global generator, in modules and in functions."""
-    with torch.random.fork_rng([]):
-        torch.manual_seed(0)
+    with seeded(0):
         rows = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3)) if i % 2 else Functional() for i in range(blocks)]
         return nn.Sequential(*rows).double()
 

@@ -15,7 +15,7 @@ from pipert.engine.pipeline import Pipeline
 from pipert.engine.recompute import per_stage
 from pipert.errors import ConfigError
 from tests.engine.test_memory import Watch
-from tests.engine.world import assert_same, gpt, run_pipeline, token_loss, tokens, vectors
+from tests.engine.world import assert_same, gpt, run_pipeline, seeded, token_loss, tokens, vectors
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 1)]
 
@@ -45,8 +45,7 @@ class Foreign(nn.Module):
 
 
 def foreign(blocks: int) -> nn.Sequential:
-    with torch.random.fork_rng([]):
-        torch.manual_seed(0)
+    with seeded(0):
         return nn.Sequential(*(Foreign() for _ in range(blocks))).double()
 
 

@@ -18,6 +18,7 @@ from pipert.errors import ConfigError
 from pipert.layers.parallelize import Plan, Split, parallelize
 from pipert.layers.shard import shard_of
 from pipert.models import GPT, CausalLMLoss, GPTConfig
+from tests.engine.world import seeded
 from tests.models.layouts import SEED, batches, merged
 from tests.mpi_harness import run_mpi
 
@@ -46,8 +47,7 @@ class Layer(nn.Module):
 
 
 def theirs(p: float = 0.0, device: str = "cpu", tied: bool = False) -> nn.Sequential:
-    with torch.random.fork_rng([]), torch.device(device):
-        torch.manual_seed(0)
+    with seeded(0), torch.device(device):
         embedding, head = nn.Embedding(61, 16, padding_idx=3), nn.Linear(16, 61, bias=False)
         if tied:
             head.weight = embedding.weight

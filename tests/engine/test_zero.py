@@ -24,6 +24,7 @@ from tests.engine.world import (
     gpt,
     parts,
     run_plain,
+    tie_and_freeze,
     token_loss,
     tokens,
     tower,
@@ -108,13 +109,7 @@ def clipped(factory: Any, clip: float | None) -> Any:
 @settings(max_examples=25)
 def test_any_layout_and_stage_gives_the_numbers_of_one_process(world: dict[str, Any]) -> None:
     model = tower(world["blocks"], width=5)
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    for index in world["tied"]:
-        linears[index % len(linears)].weight = linears[min(world["tied"]) % len(linears)].weight
-    for index, block in enumerate(model):
-        block.requires_grad_(index not in world["frozen"])
-    if all(not p.requires_grad for p in model.parameters()):
-        model.requires_grad_(True)
+    tie_and_freeze(model, world["tied"], world["frozen"])
     steps = [
         [[vectors(n, 5, seed=100 * s + 10 * r + m) for m, n in enumerate(own)] for r, own in enumerate(replicas)]
         for s, replicas in enumerate(world["sizes"])

@@ -32,6 +32,7 @@ from tests.engine.world import (
     parts,
     run_pipeline,
     run_plain,
+    seeded,
     token_loss,
     tokens,
     tower,
@@ -182,8 +183,7 @@ class Joined(nn.Module):
 
 
 def zoo() -> nn.Sequential:
-    with torch.random.fork_rng([]):
-        torch.manual_seed(0)
+    with seeded(0):
         kinds = [nn.Linear(6, 6), Twice(), Raw(), Lookup(), Convolution(), Several(), Joined(), Adapted(), Twice()]
         return nn.Sequential(*kinds, nn.Linear(6, 6).requires_grad_(False))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +136,9 @@ def run_plain(
                 mean = loss_fn(model(inputs), target)
                 (mean * (n / sum(counts))).backward()
                 loss += n / sum(counts) * float(mean.detach())
+        if not sum(counts):  # nothing counts in the whole batch: its gradients are zero, not absent
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p) if p.requires_grad and p.grad is None else p.grad
         rows = sum(len(first_tensor(inputs)) for inputs, _ in pairs)
         outcome.results.append(StepResult(loss, sum(counts), rows, len(pairs), number))
         grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -185,10 +190,20 @@ def close(tensor: torch.Tensor, wanted: torch.Tensor, tolerance: float, what: st
 # ----------------------------------------------------------------------------------------------------
 
 
+_SEEDED = threading.RLock()  # builders of models call each other
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw from torch's global generator, seeded; it is as before afterwards. Ranks that are threads take turns."""
+    with _SEEDED, torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        yield
+
+
 def tower(blocks: int, width: int = 6, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Sequential:
     """Blocks in a row, of different kinds."""
-    with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         kinds = [
             lambda: nn.Sequential(nn.Linear(width, width), nn.Tanh()),
             lambda: Residual(width),
@@ -196,6 +211,31 @@ def tower(blocks: int, width: int = 6, dtype: torch.dtype = torch.float64, seed:
             lambda: nn.Linear(width, width, bias=False),
         ]
         return nn.Sequential(*(kinds[i % len(kinds)]() for i in range(blocks))).to(dtype)
+
+
+def tie_and_freeze(model: nn.Sequential, tied: Collection[int], frozen: Collection[int]) -> None:
+    """Give some linear layers of a tower one weight, and freeze some blocks unless nothing were left to train."""
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    for index in tied:
+        linears[index % len(linears)].weight = linears[min(tied) % len(linears)].weight
+    for index, block in enumerate(model):
+        block.requires_grad_(index not in frozen)
+    if all(not p.requires_grad for p in model.parameters()):
+        model.requires_grad_(True)
+
+
+class Bomb(nn.Module):
+    """A linear layer that does something else in its fourth forward first."""
+
+    def __init__(self, width: int, act: Callable[[], object]) -> None:
+        super().__init__()
+        self.linear, self.count, self.act = nn.Linear(width, width), 0, act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if self.count == 4:
+            self.act()
+        return self.linear(x)
 
 
 class Residual(nn.Module):
