@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from _verdicts import Bar, verdicts
+from _verdicts import Bar, conclude, verdicts
 
 
 def run_jobs(script: str, words: str | None, jobs: Sequence[tuple[str, int, int]], bars: Sequence[Bar]) -> int:
@@ -36,10 +36,7 @@ def run_jobs(script: str, words: str | None, jobs: Sequence[tuple[str, int, int]
     for part, ranks, rounds in jobs:
         if arguments.part in (None, part):
             figures |= _job(script, part, ranks, arguments.rounds or rounds)
-    judged = verdicts(figures, bars)
-    ok = all(verdict["ok"] for verdict in judged.values())
-    print(json.dumps({"benchmark": benchmark, "figures": figures, "bars": judged, "ok": ok}))
-    return 0 if ok else 1
+    return conclude(benchmark, figures, verdicts(figures, bars))
 
 
 def _worker(module: str, rounds: int, folder: Path) -> None:

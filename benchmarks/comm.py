@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _verdicts import verdicts
+from _verdicts import conclude, verdicts
 
 #: Bytes of a message: round trips a turn, and turns for one of the longest. A turn lasts some milliseconds, and as long
 #: again before it counts: after gloo, whose waits sleep, the kernel may have put both ranks on one core for a while.
@@ -180,11 +180,8 @@ def main() -> int:
         figures: dict[str, float] = json.loads(Path(name, "figures").read_text())
     for figure, value in figures.items():
         print(f"{figure:60} {value:10.4g}")
-    bars = verdicts(figures, BARS)
-    ok = all(verdict["ok"] for verdict in bars.values())
     print(f"load average before and after: {os.getloadavg()[2]:.1f}, {os.getloadavg()[0]:.1f}")
-    print(json.dumps({"benchmark": "comm", "figures": figures, "bars": bars, "ok": ok}))
-    return 0 if ok else 1
+    return conclude("comm", figures, verdicts(figures, BARS))
 
 
 if __name__ == "__main__":

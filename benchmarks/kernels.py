@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import time
@@ -32,7 +31,7 @@ if __name__ == "__main__" and any(os.environ.get(name) != value for name, value 
 
 import torch  # noqa: E402
 from _kernel_cases import Case, activation_cases, dropout_cases, loss_cases, norm_cases, optimizer_cases  # noqa: E402
-from _verdicts import Bar, verdicts  # noqa: E402
+from _verdicts import Bar, conclude, verdicts  # noqa: E402
 
 from pipert.models import GPT, CausalLMLoss, GPTConfig  # noqa: E402
 
@@ -162,12 +161,10 @@ def main() -> int:
             mean = geometric_mean(value for name, value in figures.items() if name.endswith(rival))
             figures |= report("geometric mean", {rival: mean})
     bars = verdicts(figures, BARS)
-    ok = all(verdict["ok"] for verdict in bars.values())
     for name, verdict in bars.items():
         if not verdict["ok"]:
             print(f"missed: {name} is {figures[name]:.2f}, not {verdict['bar']}")
-    print(json.dumps({"benchmark": "kernels", "figures": figures, "bars": bars, "ok": ok}))
-    return 0 if ok else 1
+    return conclude("kernels", figures, bars)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ The last line is one JSON object with figures, bars and whether they hold; the e
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
-from _verdicts import verdicts
+from _verdicts import conclude, verdicts
 
 import pipert
 from pipert.comm.local import run_ranks
@@ -81,10 +80,7 @@ def main() -> int:
                     figure = f"{name}, {what}, {str(dtype).removeprefix('torch.')}"
                     figures[figure] = worst
                     print(f"{figure:70} {worst:10.1e}", flush=True)
-    bars = verdicts(figures, BARS)
-    ok = all(verdict["ok"] for verdict in bars.values())
-    print(json.dumps({"benchmark": "layouts", "figures": figures, "bars": bars, "ok": ok}))
-    return 0 if ok else 1
+    return conclude("layouts", figures, verdicts(figures, BARS))
 
 
 if __name__ == "__main__":

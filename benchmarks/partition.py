@@ -14,7 +14,6 @@ The last line is one JSON object with figures, bars and whether they hold; the e
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from itertools import pairwise
 from statistics import median
 
 import numpy as np
+from _verdicts import conclude
 
 from pipert.graph import Block, ModelGraph, ParameterSpec
 from pipert.partition import chain_cuts, partition_graph
@@ -177,9 +177,7 @@ def main() -> int:
         for part, sense, bar in BARS
         if part in name
     }
-    ok = all(verdict["ok"] for verdict in bars.values())
-    print(json.dumps({"benchmark": "partition", "figures": figures, "bars": bars, "ok": ok}))
-    return 0 if ok else 1
+    return conclude("partition", figures, bars)
 
 
 if __name__ == "__main__":

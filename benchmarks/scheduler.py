@@ -14,13 +14,14 @@ micro-batches (16.8 million computations, 50 million actions with messages), whi
 
 from __future__ import annotations
 
-import json
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from statistics import median
+
+from _verdicts import conclude, named
 
 from pipert.scheduler.costs import Costs
 from pipert.scheduler.generators.interleaved import interleaved
@@ -111,16 +112,7 @@ def main() -> int:
     figures = speeds() | {"start, s": start()}
     if "--large" in sys.argv[1:]:
         figures |= large()
-    bars = {}
-    for name, value in figures.items():
-        sense, bar = BARS.get(name, ("", 0.0))
-        if sense:
-            bars[name] = {"bar": f"{sense} {bar}", "ok": value <= bar if sense == "at most" else value >= bar}
-        verdict = f"{sense} {bar}{'' if bars[name]['ok'] else '  MISSED'}" if sense else ""
-        print(f"{name:48} {value:9.3f}   {verdict}".rstrip())
-    ok = all(entry["ok"] for entry in bars.values())
-    print(json.dumps({"benchmark": "scheduler", "figures": figures, "bars": bars, "ok": ok}))
-    return 0 if ok else 1
+    return conclude("scheduler", figures, named(figures, BARS, "{:48} {:9.3f}"))
 
 
 if __name__ == "__main__":

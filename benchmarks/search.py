@@ -15,7 +15,6 @@ changes how many random pipelines there are (300 take some minutes), ``--seed`` 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
@@ -23,6 +22,8 @@ from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from _verdicts import conclude, named
 
 from pipert.scheduler.costs import Costs
 from pipert.scheduler.generators.registry import GENERATORS, generate
@@ -105,16 +106,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     figures = speed() | quality(options.instances, options.seed)
-    bars = {}
-    for name, value in figures.items():
-        sense, bar = BARS.get(name, ("", 0.0))
-        if sense:
-            bars[name] = {"bar": f"{sense} {bar}", "ok": value <= bar if sense == "at most" else value >= bar}
-        verdict = f"{sense} {bar}{'' if bars[name]['ok'] else '  MISSED'}" if sense else ""
-        print(f"{name:40} {value:9.4f}   {verdict}".rstrip())
-    ok = all(entry["ok"] for entry in bars.values())
-    print(json.dumps({"benchmark": "search", "figures": figures, "bars": bars, "ok": ok}))
-    return 0 if ok else 1
+    return conclude("search", figures, named(figures, BARS, "{:40} {:9.4f}"))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ The last line is one JSON object with figures, bars and whether they hold; the e
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from statistics import median
 
-from _verdicts import Bar, verdicts
+from _verdicts import Bar, conclude, verdicts
 from partition import MODELS, Shape, costs
 
 from pipert.graph import Block, ModelGraph, ParameterSpec
@@ -98,10 +97,7 @@ BARS: tuple[Bar, ...] = (
 
 def main() -> int:
     figures = measure()
-    bars = verdicts(figures, BARS)
-    ok = all(verdict["ok"] for verdict in bars.values())
-    print(json.dumps({"benchmark": "vocabulary", "figures": figures, "bars": bars, "ok": ok}))
-    return 0 if ok else 1
+    return conclude("vocabulary", figures, verdicts(figures, BARS))
 
 
 if __name__ == "__main__":
