@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from pipert.comm.transport import Transport
 from pipert.errors import ConfigError
-from pipert.layers.parallel_linear import ColumnParallelLinear, RowParallelLinear
+from pipert.layers.parallel_linear import ColumnParallelLinear, RowParallelLinear, column_row_pair
 from pipert.layers.rotary import rotate
 
 
@@ -75,24 +75,18 @@ class Attention(nn.Module):
         self, group: Transport | None, sequence_dim: int | None, overlap: bool, device: str | None
     ) -> tuple[ColumnParallelLinear, RowParallelLinear]:
         inner, of_keys = self.heads * self.width, self.kv_heads * self.width
-        return ColumnParallelLinear(
+        return column_row_pair(
             self.hidden,
-            inner + 2 * of_keys,
-            pieces=((inner, self.heads), (of_keys, self.kv_heads), (of_keys, self.kv_heads)),
-            group=group,
-            bias=self.bias,
-            std=self.std,
-            sequence_dim=sequence_dim,
-            overlap=overlap,
-            device=device,
-        ), RowParallelLinear(
             inner,
             self.hidden,
+            pieces=((inner, self.heads), (of_keys, self.kv_heads), (of_keys, self.kv_heads)),
             units=self.heads,
             group=group,
             bias=self.bias,
-            std=self.out_std,
+            std=self.std,
+            out_std=self.out_std,
             sequence_dim=sequence_dim,
+            overlap=overlap,
             device=device,
         )
 

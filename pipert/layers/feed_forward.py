@@ -9,7 +9,7 @@ from torch import nn
 
 from pipert.comm.transport import Transport
 from pipert.layers.activation import gelu, swiglu
-from pipert.layers.parallel_linear import ColumnParallelLinear, RowParallelLinear
+from pipert.layers.parallel_linear import ColumnParallelLinear, RowParallelLinear, column_row_pair
 
 Activation = Literal["gelu", "swiglu"]
 
@@ -64,27 +64,19 @@ class FeedForward(nn.Module):
         self, group: Transport | None, sequence_dim: int | None, overlap: bool, device: str | None
     ) -> tuple[ColumnParallelLinear, RowParallelLinear]:
         pieces = ((self.width, self.width),) * (2 if self.activation == "swiglu" else 1)
-        up = ColumnParallelLinear(
+        return column_row_pair(
             self.hidden,
-            self.width * len(pieces),
+            self.width,
+            self.hidden,
             pieces=pieces,
             group=group,
             bias=self.bias,
             std=self.std,
+            out_std=self.out_std,
             sequence_dim=sequence_dim,
             overlap=overlap,
             device=device,
         )
-        down = RowParallelLinear(
-            self.width,
-            self.hidden,
-            group=group,
-            bias=self.bias,
-            std=self.out_std,
-            sequence_dim=sequence_dim,
-            device=device,
-        )
-        return up, down
 
     def share_out(self, group: Transport, *, sequence_dim: int | None = None, overlap: bool = True) -> None:
         """Become this rank's part of the layer, in place; it was whole."""

@@ -302,3 +302,58 @@ class RowParallelLinear(_ParallelLinear):
         """Shape (..., own inputs), or (..., inputs) with ``scatter_input``, to (..., outputs)."""
         x = scatter(x, -1, self.group) if self.scatter_input else x
         return row_linear(x, self.weight, self.bias, self.group, sequence_dim=self.sequence_dim, multiply=self.multiply)
+
+
+def column_row_pair(
+    inputs: int,
+    inner: int,
+    outputs: int,
+    *,
+    pieces: Sequence[tuple[int, int]],
+    units: int | None = None,
+    group: Transport | None,
+    bias: bool,
+    std: float,
+    out_std: float,
+    sequence_dim: int | None,
+    overlap: bool,
+    device: torch.device | str | None,
+) -> tuple[ColumnParallelLinear, RowParallelLinear]:
+    """Two layers around something that each rank does with its own features, so that nothing travels between them.
+
+    Args:
+        inputs: size of the last dimension of the first one's input.
+        inner: size of the last dimension of the second one's whole input.
+        outputs: size of the last dimension of its result.
+        pieces: of the first one's features, as for `ColumnParallelLinear`; all of them together.
+        units: of ``inner``, as for `RowParallelLinear`.
+        group: the ranks; None for one alone.
+        bias: whether the layers have biases.
+        std: of the first one's initial weights.
+        out_std: of the second one's.
+        sequence_dim: the dimension of input and result that is shared out among the ranks; None: every rank has all.
+        overlap: whether communication and computation overlap in the first one's backward.
+        device: where the parameters live.
+    """
+    first = ColumnParallelLinear(
+        inputs,
+        sum(size for size, _ in pieces),
+        pieces=pieces,
+        group=group,
+        bias=bias,
+        std=std,
+        sequence_dim=sequence_dim,
+        overlap=overlap,
+        device=device,
+    )
+    second = RowParallelLinear(
+        inner,
+        outputs,
+        units=units,
+        group=group,
+        bias=bias,
+        std=out_std,
+        sequence_dim=sequence_dim,
+        device=device,
+    )
+    return first, second
