@@ -215,9 +215,9 @@ def _worst(collected: Collected, expected: Mapping[str, torch.Tensor]) -> tuple[
     """The parameter that differs most, and by how much, among all copies of all parameters."""
     worst = ("", 0.0, 0.0)
     for name, right in expected.items():
+        scale = float(right.double().abs().max()) if right.numel() else 0.0
         for tensor in collected.get(name, {-1: torch.full_like(right, math.nan)}).values():
             absolute = float((tensor.double() - right.double()).abs().max()) if right.numel() else 0.0
-            scale = float(right.double().abs().max()) if right.numel() else 0.0
             relative = absolute / scale if scale else absolute
             if _order(relative) > _order(worst[2]):
                 worst = (name, absolute, relative)

@@ -14,9 +14,8 @@ import torch
 
 from pipert.comm.transport import Request, Transport
 from pipert.engine.partial import sum_partial
+from pipert.optim.flat import buckets_of
 from pipert.optim.precision import accumulates_in
-
-BUCKET_BYTES = 25 * 2**20
 
 
 class GradientSum:
@@ -64,18 +63,12 @@ class GradientSum:
 
 
 def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """Parameters of one dtype and device, up to `BUCKET_BYTES` together, in order."""
+    """Parameters of one dtype and device, in order."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         by_kind.setdefault((accumulates_in(parameter), parameter.device), []).append(parameter)
     for same in by_kind.values():
-        bucket: list[torch.nn.Parameter] = []
-        for parameter in same:
-            if bucket and sum(map(_nbytes, [*bucket, parameter])) > BUCKET_BYTES:
-                yield bucket
-                bucket = []
-            bucket.append(parameter)
-        yield bucket
+        yield from buckets_of(same, _nbytes)
 
 
 def _nbytes(parameter: torch.nn.Parameter) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +19,7 @@ from pipert.engine.refusals import together
 from pipert.engine.result import StepResult
 from pipert.engine.session import Call, Session
 from pipert.engine.settings import Settings, VocabularyPlace, usable_device
-from pipert.engine.sharding import Sharding
+from pipert.engine.sharding import Sharding, check_same
 from pipert.engine.timings import gather
 from pipert.errors import ConfigError
 from pipert.graph.stage import StageModule
@@ -289,7 +287,7 @@ class Pipeline:
             optimizer.prepare(self._parts.book.owned)
 
         together(self.mesh.world, prepare)
-        _check_same(self.mesh, optimizer)
+        check_same(self.mesh, optimizer)
         self._optimizer = optimizer
         self._session.attach(Sharding(self.mesh, self._parts, self._programs.placement, optimizer))
 
@@ -379,24 +377,6 @@ class Pipeline:
         if not timings:
             raise ConfigError("there is no timeline before the first step; call step first, on every rank")
         return [gather(self._programs.name, each, self.mesh.pp_group) for each in timings[-(most or len(timings)) :]]
-
-
-def _check_same(mesh: Mesh, optimizer: ZeroOptimizer) -> None:
-    """Refuse optimizers that differ from rank to rank, or whose groups do between ranks that have the same stages."""
-    mine = {"zero": optimizer.zero, "early": optimizer.early, "clip": optimizer.clip, "groups": optimizer.groups()}
-    told = [json.loads(blob) for blob in mesh.world.exchange(json.dumps([mesh.pp_rank, mine], default=repr).encode())]
-    first: dict[int, tuple[int, Any]] = {}
-    for rank, (stages, theirs) in enumerate(told):
-        other, known = first.setdefault(stages, (rank, theirs))
-        shapes = [(one["zero"], one["early"], one["clip"], len(one["groups"])) for one in (told[0][1], theirs)]
-        if shapes[0] != shapes[1]:
-            other, known = 0, told[0][1]
-        elif known == theirs:
-            continue
-        raise ConfigError(
-            f"ranks {other} and {rank} made different optimizers: {json.dumps(known)}, {json.dumps(theirs)}; give the "
-            "same arguments on all"
-        )
 
 
 @contextmanager

@@ -81,8 +81,7 @@ class Session:
         dynamic: sizes depend on data, so they travel with every micro-batch.
 
     Attributes:
-        timings: of the last step with backwards.
-        recent: of the last few of them.
+        recent: when the actions of the last few steps with backwards ran.
     """
 
     def __init__(
@@ -105,7 +104,6 @@ class Session:
         self._position = _position(mesh, programs)
         own = programs.placement.stages_of(mesh.pp_group.rank)
         self._first, self._last = 0 in own, programs.placement.num_stages - 1 in own
-        self.timings: Timings | None = None
         self.recent: deque[Timings] = deque(maxlen=8)
 
     def run(self, source: object, call: Call) -> StepResult:
@@ -295,7 +293,6 @@ class Session:
         if self._sharding is not None and executor.updates:
             self._sharding.optimizer.speculated = True
         if call.training:
-            self.timings = timings
             self.recent.append(timings)
         self._sizes.learn(agreement.keys, sizes)
         if not agreement.total and call.training:

@@ -8,8 +8,9 @@ shards, and what the micro-batch at work has added, are there.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +18,7 @@ from pipert.comm.mesh import Mesh
 from pipert.comm.transport import Request, Transport
 from pipert.engine.build import Parts
 from pipert.engine.partial import sum_partial
+from pipert.errors import ConfigError
 from pipert.optim.bucket import Bucket
 from pipert.scheduler.placement import Placement
 
@@ -43,6 +45,15 @@ class Optimizer(Protocol):
     @property
     def buckets(self) -> Sequence[Bucket]:
         """This rank's."""
+        ...
+
+    @property
+    def clip(self) -> float | None:
+        """The norm that all gradients together may have."""
+        ...
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The hyper-parameters of each group."""
         ...
 
     def decide_now(self) -> None:
@@ -235,3 +246,21 @@ class Sharding:
         """What a FREE does."""
         for bucket in self._used_by[stage]:
             self._whole.free(bucket)
+
+
+def check_same(mesh: Mesh, optimizer: Optimizer) -> None:
+    """Refuse optimizers that differ from rank to rank, or whose groups do between ranks that have the same stages."""
+    mine = {"zero": optimizer.zero, "early": optimizer.early, "clip": optimizer.clip, "groups": optimizer.groups()}
+    told = [json.loads(blob) for blob in mesh.world.exchange(json.dumps([mesh.pp_rank, mine], default=repr).encode())]
+    first: dict[int, tuple[int, Any]] = {}
+    for rank, (stages, theirs) in enumerate(told):
+        other, known = first.setdefault(stages, (rank, theirs))
+        shapes = [(one["zero"], one["early"], one["clip"], len(one["groups"])) for one in (told[0][1], theirs)]
+        if shapes[0] != shapes[1]:
+            other, known = 0, told[0][1]
+        elif known == theirs:
+            continue
+        raise ConfigError(
+            f"ranks {other} and {rank} made different optimizers: {json.dumps(known)}, {json.dumps(theirs)}; give the "
+            "same arguments on all"
+        )

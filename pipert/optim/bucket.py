@@ -7,10 +7,8 @@ from typing import Protocol
 
 import torch
 
-from pipert.optim.flat import Layout, Piece
+from pipert.optim.flat import Layout, Piece, buckets_of
 from pipert.optim.precision import HALF, accumulates_in
-
-BUCKET_BYTES = 25 * 2**20
 
 
 class Entry(Protocol):
@@ -245,24 +243,18 @@ def dense(gradient: torch.Tensor) -> torch.Tensor:
 def make_buckets(
     entries: Sequence[Entry], groups: Sequence[int | None], zero: int, parts: int, index: int
 ) -> list[Bucket]:
-    """Parameters of one stage, group, dtype and device, up to `BUCKET_BYTES` together; tied weights alone.
+    """Parameters of one stage, group, dtype and device, so many together as `buckets_of` says; tied weights alone.
 
     The same on every replica.
     """
-    keyed: dict[tuple[object, ...], list[Entry]] = {}
+    keyed: dict[tuple[int | None, tuple[object, ...]], list[Entry]] = {}
     for entry, group in zip(entries, groups, strict=True):
         parameter = entry.parameter
         alone = entry.name if entry.tie is not None else ""
         kind = (parameter.dtype, accumulates_in(parameter), str(parameter.device), parameter.requires_grad)
-        keyed.setdefault((entry.stage, -1 if group is None else group, *kind, alone), []).append(entry)
-    buckets = []
-    for key, same in keyed.items():
-        group = None if key[1] == -1 else int(str(key[1]))
-        some: list[Entry] = []
-        for entry in same:
-            if some and sum(one.parameter.nbytes for one in (*some, entry)) > BUCKET_BYTES:
-                buckets.append(Bucket(some, group, zero, parts, index))
-                some = []
-            some.append(entry)
-        buckets.append(Bucket(some, group, zero, parts, index))
-    return buckets
+        keyed.setdefault((group, (entry.stage, *kind, alone)), []).append(entry)
+    return [
+        Bucket(some, group, zero, parts, index)
+        for (group, _), same in keyed.items()
+        for some in buckets_of(same, lambda entry: entry.parameter.nbytes)
+    ]

@@ -1,12 +1,33 @@
-"""How parameters lie in a flat buffer, and which part of it each replica keeps."""
+"""Which parameters share a flat buffer, how they lie in it, and which part of it each replica keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
+
+#: Bytes of the parameters of a bucket, unless one of them alone has more.
+BUCKET_BYTES = 25 * 2**20
+
+_Item = TypeVar("_Item")
+
+
+def buckets_of(items: Sequence[_Item], nbytes: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """Items in order, as many together as have `BUCKET_BYTES` at most, and at least one."""
+    bucket: list[_Item] = []
+    size = 0
+    for item in items:
+        more = nbytes(item)
+        if bucket and size + more > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(item)
+        size += more
+    if bucket:
+        yield bucket
 
 
 @dataclass(frozen=True)

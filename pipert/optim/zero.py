@@ -245,7 +245,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def decide_now(self) -> None:
         """What NORM does."""
-        self._absorb()
         self.decision = self._pipe.loss_scale.decide(self.norm(), self.clip)
 
     def update(self, stage: int) -> None:
@@ -277,7 +276,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @contextmanager
     def speculating(self) -> Iterator[None]:
         """Around a step of the pipeline: what STEP does in it may have to be undone."""
-        self._roll_back()
+        self.settle()
         self._speculating, self._decided, self._hyper = self.early, False, repr(self.groups())
         try:
             yield
@@ -288,16 +287,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """There are other gradients now than those that the early update was made with."""
         self._stale = True
 
-    def _roll_back(self) -> None:
-        """Nobody has called `step` since the last early update: it does not count."""
+    def settle(self) -> None:
+        """Before anything else that computes with the weights: an early update without its `step` does not count."""
         if self.speculated:
             self._pipe.update(Kind.UNDO)
             self._undo.clear()
         self._stale = self.speculated = False
-
-    def settle(self) -> None:
-        """Before anything else that computes with the weights."""
-        self._roll_back()
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
@@ -356,17 +351,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def gathered(self) -> Iterator[None]:
         """Within it this rank's parameters are whole, also at stage 3. Do not change them. Every rank calls it."""
         self.settle()
-        group = self._pipe.mesh.dp_group
         sharded = [bucket for bucket in self.buckets if bucket.zero == 3]
         for bucket in sharded:
             bucket.allocate()
-        for request in [group.iallgather(bucket.flat, bucket.shard) for bucket in sharded]:
-            group.wait(request, "gathering of weights")
+        self._fetch(sharded)
         try:
             yield
         finally:
             for bucket in sharded:
                 bucket.free()
+
+    def _fetch(self, buckets: Iterable[Bucket]) -> None:
+        """Fill buckets with the shards of all replicas."""
+        group = self._pipe.mesh.dp_group
+        for request in [group.iallgather(bucket.flat, bucket.shard) for bucket in buckets]:
+            group.wait(request, "gathering of weights")
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
@@ -411,9 +410,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.settle()
         self._pipe.together(lambda: self._load(state_dict))
         if self.zero in (1, 2):
-            replicas = self._pipe.mesh.dp_group
-            for bucket in self.buckets:
-                replicas.wait(replicas.iallgather(bucket.flat, bucket.shard), "gathering of weights")
+            self._fetch(self.buckets)
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         """This rank's part of `load_state_dict`; everything is looked at before anything changes."""
