@@ -111,7 +111,7 @@ NAMED: dict[str, Precision] = {
 
 def accumulates_in(parameter: torch.Tensor) -> torch.dtype:
     """The type of a parameter's ``.grad``."""
-    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    dtype: torch.dtype | None = parameter.grad_dtype
     return dtype or parameter.dtype
 
 
@@ -120,9 +120,6 @@ def accumulate(parameters: Iterable[torch.Tensor], precision: Precision | None =
 
     Each gradient is converted before it is added. A gradient that is there already is converted too. Frozen parameters
     are prepared as well: they may be trained later.
-
-    Raises:
-        ConfigError: this torch cannot.
     """
     for parameter in parameters:
         if not parameter.is_floating_point():
@@ -132,11 +129,6 @@ def accumulate(parameters: Iterable[torch.Tensor], precision: Precision | None =
             wanted = precision.gradients
         if accumulates_in(parameter) == wanted:
             continue
-        if not hasattr(parameter, "grad_dtype"):
-            raise ConfigError(
-                f"torch {torch.__version__} adds up gradients of {parameter.dtype} parameters in that type only; use "
-                "torch >= 2.10, or precision=Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16)"
-            )
         before, parameter.grad = parameter.grad, None
         parameter.grad_dtype = wanted
         parameter.grad = before if before is None else before.to(wanted)
