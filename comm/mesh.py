@@ -11,6 +11,7 @@ from pipert.comm.single import SingleTransport
 from pipert.comm.transport import Transport
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
 #: What may move tensors beside MPI.
@@ -82,6 +83,11 @@ class Mesh:
     def tp_rank(self) -> int:
         """Which part of each layer this rank has."""
         return self.coordinates.tp
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are that the mesh moves: with RCCL this rank's GPU, else the CPU."""
+        return self.world.device
 
     def rank_of(self, *, pp: int | None = None, dp: int | None = None, tp: int | None = None) -> int:
         """The rank of the world at these coordinates; those left out are this rank's own.

@@ -24,7 +24,7 @@ class MixedTransport(Transport):
         """Route between RCCL and its control; see `over`."""
         self._tensors = tensors
         self.rank, self.size, self.tag_bound = tensors.rank, tensors.size, tensors.tag_bound
-        self.semantics = tensors.semantics
+        self.device, self.semantics = tensors.device, tensors.semantics
 
     @classmethod
     def over(cls, control: Transport, channel: Channel = "pair") -> MixedTransport:

@@ -27,6 +27,8 @@ _LAUNCHERS = ("hydra_pmi_proxy", "mpiexec.gforker", "prterun", "prted", "orted",
 _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 #: This rank's number in the world, before MPI has started.
 _RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+#: Its number among the ranks of its machine.
+_LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 #: What the system calls the thread that watches the start: the other ranks see by it who has come so far.
 _GUARD = "pipert-start"
 #: Linux's prctl(2): name the calling thread.
@@ -98,6 +100,11 @@ def promised_size(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | 
 def promised_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     """This process's rank as the launcher says, before MPI has started; None when there is no launcher."""
     return next((int(environ[name]) for name in _RANKS if environ.get(name, "").isdigit()), None)
+
+
+def promised_local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """This process's number among those of its machine, as the launcher says; None when it says nothing."""
+    return next((int(environ[name]) for name in _LOCAL_RANKS if environ.get(name, "").isdigit()), None)
 
 
 def check_size(size: int, library: str, environ: Mapping[str, str] = os.environ) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -25,12 +25,14 @@ from pipert.comm.errors import HangError, JobAborted, MessageError, OptionError,
 from pipert.comm.rccl_agree import SEMANTICS, Channel, agree, check_same
 from pipert.comm.rccl_lanes import Lane, Operation, RcclRequest, Settling, launch
 from pipert.comm.rccl_library import Library, RcclError
-from pipert.comm.rccl_pairs import Pair, check_queues, most_lanes, rounds
+from pipert.comm.rccl_pairs import Pair, Queues, check_queues, queues_of, rounds
 from pipert.comm.rccl_streams import on_device
 from pipert.comm.rccl_sums import SUMMED, summable
 from pipert.comm.reduction import reduce_in_order
 from pipert.comm.transport import Request, Transport
 
+#: What a lane is for: messages, a group's collectives, or nothing that a step does (the world, a rank alone).
+_Use = Literal["messages", "group", ""]
 #: Seconds in which the cause of a failure arrives from the rank that has broken a communicator off.
 _CAUSE = 1.0
 
@@ -48,17 +50,20 @@ class _Family:
     """What a transport has in common with all those split from it.
 
     Attributes:
-        lanes: all of them that are open, to be ended together.
+        lanes: all of them that are open, to be ended together, and what each is for.
     """
 
     library: Library
     device: torch.device
     channel: Channel
-    lanes: list[Lane] = field(default_factory=list)
+    lanes: dict[Lane, _Use] = field(default_factory=dict)
 
-    def lane(self, comm: Any) -> Lane:
-        self.lanes.append(lane := Lane(self.library, comm, self.device))
+    def lane(self, comm: Any, use: _Use) -> Lane:
+        self.lanes[lane := Lane(self.library, comm, self.device)] = use
         return lane
+
+    def count(self, use: _Use) -> int:
+        return sum(each == use for each in self.lanes.values())
 
 
 class RcclTransport(Transport):
@@ -107,7 +112,7 @@ class RcclTransport(Transport):
         library, device, identity = agree(control, channel)
         family = _Family(library, device, channel)
         with on_device(device):
-            lane = family.lane(library.init(control.size, identity, control.rank))
+            lane = family.lane(library.init(control.size, identity, control.rank), "")
         transport = cls(family, control, lane)
         transport._settle([lane], f"making an RCCL communicator of {control.size} ranks")
         return transport
@@ -125,9 +130,8 @@ class RcclTransport(Transport):
         for rank in {rank for pair in wanted for rank in pair}:
             check_peer(rank, self.size, "rank")
         check_same(self.exchange(json.dumps(wanted).encode()), "connects the pairs")
-        if self.device.type == "cuda":
-            lanes = most_lanes([*self._connected, *wanted]) * (2 if self._family.channel == "direction" else 1)
-            check_queues(lanes, os.environ, hip=torch.version.hip is not None)
+        mine = sum(self.rank in pair for pair in wanted)
+        self._check_queues(messages=mine * (2 if self._family.channel == "direction" else 1))
         for disjoint in rounds(wanted):
             self._connect(next((pair for pair in disjoint if self.rank in pair), None))
         self._connected.update(wanted)
@@ -135,8 +139,8 @@ class RcclTransport(Transport):
     def _connect(self, pair: Pair | None) -> None:
         """Make this rank's lanes of one round, and try them, so that no later message has to wait for a connection."""
         color = None if pair is None else pair[0]
-        up = self._divide(color, self.rank)
-        down = self._divide(color, self.rank) if self._family.channel == "direction" else up
+        up = self._divide(color, self.rank, "messages")
+        down = self._divide(color, self.rank, "messages") if self._family.channel == "direction" else up
         if pair is None or up is None or down is None:
             return
         peer = pair[pair[0] == self.rank]
@@ -358,16 +362,30 @@ class RcclTransport(Transport):
 
         Raises:
             HangError, JobAborted, RcclError: as `wait`.
+            TransportError: on every rank, if a GPU runs too few queues at once.
         """
         control = self._control.split(color, key)
-        lane = self._divide(color, key)
+        several = control is not None and control.size > 1
+        self._check_queues(groups=int(several))
+        lane = self._divide(color, key, "group" if several else "")
         return None if control is None or lane is None else RcclTransport(self._family, control, lane)
 
-    def _divide(self, color: int | None, key: int) -> Lane | None:
+    def _check_queues(self, messages: int = 0, groups: int = 0) -> None:
+        """Refuse, on every rank, so many more streams than there are if that is more than a GPU runs at once."""
+        queues = queues_of(self.device, os.environ, hip=torch.version.hip is not None)
+        if queues is None:
+            return
+        family = self._family
+        mine = [family.count("messages") + messages, family.count("group") + groups, -queues.number]
+        columns = zip(*map(json.loads, self.exchange(json.dumps(mine).encode())), strict=True)
+        most_messages, most_groups, fewest = map(max, columns)
+        check_queues(most_messages, most_groups, Queues(queues.variable, -fewest))
+
+    def _divide(self, color: int | None, key: int, use: _Use) -> Lane | None:
         """A lane for the ranks of each color."""
         with on_device(self.device), self._first_cause():
             comm = self._library.split(self._lane.comm, color, key)
-        lane = None if comm is None else self._family.lane(comm)
+        lane = None if comm is None else self._family.lane(comm, use)
         self._settle([self._lane] if lane is None else [self._lane, lane], "dividing an RCCL communicator")
         return lane
 
@@ -379,7 +397,7 @@ class RcclTransport(Transport):
     def _end(self) -> None:
         """The job has failed: end all operations, or GPUs would wait in them for ever."""
         while self._family.lanes:
-            self._family.lanes.pop().close("ncclCommAbort")
+            self._family.lanes.popitem()[0].close("ncclCommAbort")
 
     def close(self) -> None:
         """Give the communicators back, and close the control. Every rank closes, in the same order. Idempotent.
@@ -396,5 +414,5 @@ class RcclTransport(Transport):
                 self._settle(lanes, "closing communicators of RCCL")
         for lane in lanes:
             lane.close()
-        self._family.lanes[:] = [lane for lane in self._family.lanes if lane not in lanes]
+            self._family.lanes.pop(lane, None)
         self._control.close()

@@ -1,9 +1,11 @@
-"""Which pairs of ranks get communicators in which order, and whether the GPU can run their queues at once."""
+"""Which pairs of ranks get communicators in which order, and whether the GPU can run all streams at once."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
 
 from pipert.comm.errors import TransportError
 
@@ -25,32 +27,48 @@ def rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
     return result
 
 
-def most_lanes(pairs: Iterable[Pair]) -> int:
-    """How many of these pairs the rank is in that is in most of them."""
-    counts = Counter(rank for pair in pairs for rank in pair)
-    return max(counts.values(), default=0)
+class Queues(NamedTuple):
+    """How many queues a GPU runs at once, and the variable that says so."""
+
+    variable: str
+    number: int
 
 
-def check_queues(lanes: int, environ: Mapping[str, str], hip: bool) -> None:
-    """Refuse more message queues than the GPU runs at once.
+def queues_of(
+    device: torch.device, environ: Mapping[str, str], hip: bool = torch.version.hip is not None
+) -> Queues | None:
+    """The queues of a device; None where there is no such limit, as on the CPU.
+
+    Args:
+        device: where operations run.
+        environ: where the number is looked up.
+        hip: whether this is ROCm.
+    """
+    if device.type != "cuda":
+        return None
+    name, usual = ("GPU_MAX_HW_QUEUES", 4) if hip else ("CUDA_DEVICE_MAX_CONNECTIONS", 8)
+    text = environ.get(name, "")
+    return Queues(name, int(text) if text.isdigit() else usual)
+
+
+def check_queues(messages: int, groups: int, queues: Queues) -> None:
+    """Refuse more streams than the GPU runs at once.
 
     Streams beyond that number share a hardware queue, where one waits behind another although no program says so: an
     order that was proved safe could hang.
 
     Args:
-        lanes: streams of messages on a rank; computations and collectives have one each besides.
-        environ: where the number is looked up.
-        hip: whether this is ROCm.
+        messages: streams of messages on a rank.
+        groups: those of collectives.
+        queues: what the GPU has.
 
     Raises:
         TransportError: there are too few.
     """
-    name, usual = ("GPU_MAX_HW_QUEUES", 4) if hip else ("CUDA_DEVICE_MAX_CONNECTIONS", 8)
-    text = environ.get(name, "")
-    queues = int(text) if text.isdigit() else usual
-    if lanes + 2 > queues:
+    streams = messages + groups + 1
+    if streams > queues.number:
         raise TransportError(
-            f"{lanes} streams for messages, and one each for computing and for collectives, but the GPU runs {queues} "
-            "queues at once, so messages could wait for each other for ever; set "
-            f"{name}={max(8, lanes + 2)} before the job starts"
+            f"{messages} streams for messages, {groups} for collectives of groups and one for computing, but the GPU "
+            f"runs {queues.number} queues at once, so they could wait for each other for ever; set "
+            f"{queues.variable}={max(8, streams)} before the job starts"
         )

@@ -32,6 +32,7 @@ class SingleTransport(Transport):
         self.rank = 0
         self.size = 1
         self.tag_bound = 32768 if parent is None else parent.tag_bound
+        self.device = torch.device("cpu") if parent is None else parent.device
         self.semantics: Mapping[str, object] = {"name": "single"} if parent is None else parent.semantics
         self._parent = parent
 

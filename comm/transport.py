@@ -30,12 +30,14 @@ class Transport(ABC):
         rank: this rank, ``0 <= rank < size``.
         size: the number of ranks.
         tag_bound: tags are ``0 <= tag < tag_bound``.
+        device: where the tensors are that it moves: this rank's GPU, or the CPU.
         semantics: what the verifier needs to know, as keyword arguments of ``pipert.scheduler.semantics.Semantics``.
     """
 
     rank: int
     size: int
     tag_bound: int
+    device: torch.device = torch.device("cpu")
     semantics: Mapping[str, object]
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""From a configuration to what it describes: the pipeline, the optimizer, the learning rate, and one update."""
+"""From a configuration to what it describes: mesh, pipeline, optimizer, learning rate, and one update."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from pipert.comm.mesh import Mesh
+from pipert.comm.mpi_start import promised_local_rank
 from pipert.config import Config
 from pipert.engine.auto import AutoOptions
 from pipert.engine.pipeline import Pipeline
@@ -18,6 +19,21 @@ from pipert.models.loss import CausalLMLoss
 from pipert.optim.adamw import ZeroAdamW
 from pipert.optim.groups import decay_groups
 from pipert.optim.learning_rate import LearningRate
+
+
+def make_mesh(config: Config) -> Mesh:
+    """The configured mesh, over all ranks of the MPI job. With RCCL the ranks of a machine get its GPUs in turn.
+
+    Raises:
+        MeshError: another number of ranks was started.
+        TransportError: on every rank; there is no MPI, or one of the ranks has no RCCL, or no GPU for it.
+    """
+    parallel = config.parallel
+    if parallel.tensors != "mpi" and torch.cuda.is_available():
+        torch.cuda.set_device((promised_local_rank() or 0) % torch.cuda.device_count())
+    return Mesh.from_mpi(
+        pp=parallel.pp, dp=parallel.dp, tp=parallel.tp, deadline=config.run.deadline, tensors=parallel.tensors
+    )
 
 
 def check_mesh(config: Config, mesh: Mesh) -> None:
@@ -33,6 +49,13 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
                 f"parallel.{axis} is {getattr(parallel, axis)} but the mesh has {axis} {getattr(mesh, axis)}; make "
                 "them equal"
             )
+    name = str(mesh.world.semantics["name"])
+    moves = {"rccl-pair": "rccl", "rccl-direction": "rccl-direction"}.get(name, "mpi")
+    if moves != parallel.tensors:
+        raise ConfigError(
+            f"parallel.tensors is {parallel.tensors} but the mesh moves them over {name}; make it with "
+            f'tensors="{parallel.tensors}", as pipert.recipe.make_mesh does'
+        )
 
 
 def make_pipeline(config: Config, mesh: Mesh, example: object = None, *, dtype: torch.dtype | None = None) -> Pipeline:
@@ -63,6 +86,7 @@ def make_pipeline(config: Config, mesh: Mesh, example: object = None, *, dtype: 
         vocabulary=parallel.vocabulary,
         auto=AutoOptions(in_flight=parallel.in_flight) if parallel.schedule == "auto" else None,
         seed=config.run.seed,
+        device=mesh.device,
         dtype=dtype,
         precision=config.run.precision if dtype is None else None,
     )

@@ -160,7 +160,8 @@ class Trainer:
             f"{model.parameters:,} parameters, tokenizer {header.tokenizer}",
             f"{len(self.text.train):,} tokens to train on, {len(self.text.heldout):,} held out",
             f"{parallel.pp} pipeline ranks × {parallel.dp} replicas{shared}, {parallel.schedule}, "
-            f"{self.config.microbatches} micro-batches of {parallel.micro_batch} sequences",
+            f"{self.config.microbatches} micro-batches of {parallel.micro_batch} sequences, "
+            f"tensors on {self.mesh.device.type} over {parallel.tensors}",
             self.pipe.table(),
         ]
         log.event("start", record, "\n".join(lines))
@@ -168,7 +169,7 @@ class Trainer:
     def _peak(self) -> float:
         """Operations a second of all ranks together, measured while all of them compute."""
         self.mesh.world.barrier()
-        mine = measured_peak()
+        mine = measured_peak(device=self.mesh.device)
         return sum(float(blob) for blob in self.mesh.world.exchange(repr(mine).encode()))
 
     def _unigram(self) -> float:

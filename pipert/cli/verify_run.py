@@ -43,11 +43,10 @@ def verify_run(
 
     import torch
 
-    from pipert import Mesh
+    from pipert.recipe import make_mesh
     from pipert.verify_run import verify_run as compare
 
-    layout = configuration.parallel
-    mesh = Mesh.from_mpi(pp=layout.pp, dp=layout.dp, tp=layout.tp, deadline=configuration.run.deadline)
+    mesh = make_mesh(configuration)
     chosen = None if dtype == "configured" else getattr(torch, dtype)
     comparison = compare(configuration, mesh, steps, chosen)
     if mesh.rank == 0:

@@ -94,6 +94,8 @@ class ParallelConfig(Section):
         offload: micro-batches whose activations each stage keeps on the device; those of others wait in host memory.
         zero: ZeRO stage: what replicas share out: 1 the optimizer's state, 2 gradients too, 3 weights too.
         vocabulary: embedding and head at the ``ends`` of the pipeline, or ``spread`` over all its ranks.
+        tensors: what moves them between ranks: ``mpi``, which reaches the CPU's memory; or ``rccl`` (on NVIDIA NCCL):
+            then each rank computes on a GPU of its own. ``rccl-direction`` needs more streams and waits less.
     """
 
     pp: AtLeastOne = 1
@@ -108,6 +110,7 @@ class ParallelConfig(Section):
     offload: AtLeastOne | None = None
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     vocabulary: Literal["ends", "spread"] = "ends"
+    tensors: Literal["mpi", "rccl", "rccl-direction"] = "mpi"
 
     @property
     def world(self) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from pipert.comm.errors import OptionError, TransportError
 from pipert.comm.mpi_job import seconds_from_environment
-from pipert.comm.mpi_start import check_size, promised_rank, promised_size
+from pipert.comm.mpi_start import check_size, promised_local_rank, promised_rank, promised_size
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,12 @@ def test_the_promise_is_the_innermost_launchers(environ: dict[str, str], promise
 )
 def test_a_rank_is_what_the_innermost_launcher_says(environ: dict[str, str], rank: int | None) -> None:
     assert promised_rank(environ) == rank
+
+
+def test_a_ranks_number_on_its_machine_is_what_the_launcher_says() -> None:
+    assert promised_local_rank({}) is None
+    assert promised_local_rank({"MPI_LOCALRANKID": "3", "SLURM_LOCALID": "0"}) == 3
+    assert promised_local_rank({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}) == promised_local_rank({"SLURM_LOCALID": "1"}) == 1
 
 
 def test_a_world_of_another_size_than_promised_is_refused_with_the_remedy() -> None:

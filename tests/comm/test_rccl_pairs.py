@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipert.comm.errors import TransportError
-from pipert.comm.rccl_pairs import check_queues, most_lanes, rounds
+from pipert.comm.rccl_pairs import Queues, check_queues, queues_of, rounds
 
 PAIRS = st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda pair: pair[0] < pair[1])
 
@@ -19,7 +20,6 @@ def test_every_pair_is_in_one_round_and_every_rank_once_in_each(pairs: set[tuple
     for each in found:
         ranks = [rank for pair in each for rank in pair]
         assert len(ranks) == len(set(ranks))
-    assert most_lanes(pairs) == max((sum(rank in pair for pair in pairs) for rank in range(10)), default=0)
     assert found == rounds(sorted(pairs, reverse=True))
 
 
@@ -28,11 +28,18 @@ def test_a_pipeline_takes_two_rounds_however_long_it_is(size: int) -> None:
     assert len(rounds((rank, rank + 1) for rank in range(size - 1))) == min(2, size - 1)
 
 
-def test_more_queues_than_the_gpu_runs_at_once_are_refused_with_the_remedy() -> None:
-    check_queues(2, {}, hip=True)
-    check_queues(6, {}, hip=False)
-    check_queues(4, {"GPU_MAX_HW_QUEUES": "8"}, hip=True)
-    with pytest.raises(TransportError, match=r"4 streams for messages.*runs 4 queues.*set GPU_MAX_HW_QUEUES=8 before"):
-        check_queues(4, {}, hip=True)
-    with pytest.raises(TransportError, match=r"runs 1 queues.*set CUDA_DEVICE_MAX_CONNECTIONS=8"):
-        check_queues(2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, hip=False)
+def test_the_number_of_queues_is_the_variables_or_the_usual_one() -> None:
+    gpu = torch.device("cuda", 1)
+    assert queues_of(torch.device("cpu"), {}, hip=True) is None
+    assert queues_of(gpu, {}, hip=True) == ("GPU_MAX_HW_QUEUES", 4)
+    assert queues_of(gpu, {"GPU_MAX_HW_QUEUES": "8"}, hip=True) == ("GPU_MAX_HW_QUEUES", 8)
+    assert queues_of(gpu, {"GPU_MAX_HW_QUEUES": "8"}, hip=False) == ("CUDA_DEVICE_MAX_CONNECTIONS", 8)
+
+
+def test_more_streams_than_the_gpu_has_queues_are_refused_with_the_remedy() -> None:
+    check_queues(2, 1, Queues("GPU_MAX_HW_QUEUES", 4))
+    check_queues(4, 3, Queues("CUDA_DEVICE_MAX_CONNECTIONS", 8))
+    with pytest.raises(TransportError, match=r"2 streams for messages, 2 for .*runs 4 queues.*GPU_MAX_HW_QUEUES=8 "):
+        check_queues(2, 2, Queues("GPU_MAX_HW_QUEUES", 4))
+    with pytest.raises(TransportError, match=r"runs 8 queues.*set CUDA_DEVICE_MAX_CONNECTIONS=9 before"):
+        check_queues(4, 4, Queues("CUDA_DEVICE_MAX_CONNECTIONS", 8))
