@@ -10,6 +10,9 @@ import pytest
 from hypothesis import strategies as st
 
 from pipert.comm.faults import Faults
+from pipert.comm.local import current_transport
+from pipert.comm.mesh import Mesh
+from pipert.comm.mixed import MixedTransport
 from tests.comm.standin.build import build_standin
 
 # Delays that cost no time; a test that wants losses, kills or real time writes its own plan.
@@ -37,3 +40,15 @@ def rccl(standin: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same, and in this test it is the RCCL that pipert finds."""
     monkeypatch.setenv("PIPERT_RCCL", str(standin))
     return standin
+
+
+@pytest.fixture
+def local_meshes_over_rccl(rccl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test ``Mesh.local`` moves tensors over RCCL, so that tests of the engine can be run again over it."""
+
+    def local(pp: int = 1, dp: int = 1, tp: int = 1) -> Mesh:
+        transport = current_transport()
+        assert transport is not None
+        return Mesh.from_transport(MixedTransport.over(transport), pp=pp, dp=dp, tp=tp)
+
+    monkeypatch.setattr(Mesh, "local", local)

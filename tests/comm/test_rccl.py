@@ -196,7 +196,7 @@ def test_ones_in_bf16_over_ranks_are_their_number() -> None:
         transport.wait(transport.iallreduce(ones))
         return float(ones[0])
 
-    assert run(2, rank) == [2.0, 2.0] and run(8, rank) == [8.0] * 8
+    assert run(2, rank) == [2.0, 2.0] and run(32, rank) == [32.0] * 32
 
 
 def test_groups_divide_and_each_has_its_own_order() -> None:

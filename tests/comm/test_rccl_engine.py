@@ -15,6 +15,7 @@ from pipert.comm.faults import Faults
 from pipert.comm.local import run_ranks
 from pipert.comm.mesh import Mesh
 from pipert.comm.mixed import MixedTransport
+from pipert.comm.rccl_library import Library
 from pipert.comm.transport import Transport
 from pipert.engine import programs
 from pipert.engine.collect import collect
@@ -69,6 +70,26 @@ def test_every_schedule_has_the_bits_of_one_process(schedule: tuple[str, int], m
     assert_same(mine, run_plain(model, token_loss, plain, optimizer=optimizer), 0)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule[0])
+def test_any_number_of_micro_batches_has_the_bits_of_one_process(schedule: tuple[str, int]) -> None:
+    model = tower(8)
+    for microbatches in (2, 4, 5):
+        steps = [[vectors(microbatches + 1, seed=seed)] for seed in range(2)]
+        mine = run_pipeline(
+            model,
+            F.mse_loss,
+            steps,
+            4,
+            optimizer=ADAMW if microbatches == 4 else SGD,
+            world=DIRECTION if microbatches == 4 else PAIR,
+            schedule=schedule[0],
+            chunks=schedule[1],
+            microbatches=microbatches,
+        )
+        plain = [[parts(batch, microbatches) for batch in step] for step in steps]
+        assert_same(mine, run_plain(model, F.mse_loss, plain, optimizer=ADAMW if microbatches == 4 else SGD), 0)
+
+
 @pytest.mark.parametrize("world", [PAIR, DIRECTION], ids=["pair", "direction"])
 def test_replicas_and_tied_weights_are_summed_over_rccl(world: Any) -> None:
     model = gpt(layers=4, hidden=16, tied=True)
@@ -108,6 +129,29 @@ def test_random_sleeps_before_every_action_change_nothing() -> None:
     with ThreadPoolExecutor() as pool:  # they mostly sleep
         for seed, mine in enumerate(pool.map(late, range(20))):
             assert_same(mine, plain[2 + seed % 3], 0)
+
+
+def test_no_communicator_is_made_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    for name in ("init", "split"):
+        make = getattr(Library, name)
+        monkeypatch.setattr(Library, name, lambda *given, make=make: (made.append(0), make(*given))[1])
+
+    def rank(transport: Transport) -> tuple[int, int]:
+        mesh = Mesh.from_transport(PAIR(transport), pp=2, dp=2)
+        pipe = Pipeline(gpt(layers=4, hidden=16, tied=True), token_loss, mesh, microbatches=2)
+        optim = ZeroAdamW(pipe, zero=2)
+        transport.barrier()
+        before = len(made)
+        for samples in (2, 5):
+            pipe.step(tokens(samples))
+            optim.step()
+        pipe.eval_step(tokens(3))
+        transport.barrier()
+        return before, len(made)
+
+    (before, after), *_ = run_ranks(4, rank)
+    assert before == after > 4 * 3
 
 
 # ---- the proof matters ----------------------------------------------------------------------------------------------
@@ -150,8 +194,9 @@ def test_a_swap_of_equal_shapes_is_refused_and_forced_through_it_is_silently_wro
 
     assert all(torch.equal(gradient, right[name]) for name, gradient in train_swapped(DIRECTION).items())
     monkeypatch.setattr(programs, "lower", lower_swapped)
-    with pytest.raises(ScheduleError, match=r"swap at rank 1, .*rccl-direction matches by order"):
-        train_swapped(DIRECTION)
+    for world, name in ((DIRECTION, "direction"), (PAIR, "pair")):
+        with pytest.raises(ScheduleError, match=rf"swap at rank 1, .*rccl-{name} matches by order"):
+            train_swapped(world)
     monkeypatch.setattr(programs, "verify", lambda program: replace(verify(program), faults=()))
     wrong = train_swapped(DIRECTION)
     assert not all(torch.equal(gradient, right[name]) for name, gradient in wrong.items())

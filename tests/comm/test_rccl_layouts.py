@@ -25,7 +25,6 @@ pytestmark = pytest.mark.usefixtures("rccl")
 
 LAYOUTS = [
     "parallel.tp=4 parallel.dp=1 parallel.recompute=selective",
-    "parallel.tp=2 parallel.dp=2 parallel.zero=2",
     "parallel.pp=2 parallel.tp=2 parallel.dp=1 parallel.sequence_parallel=true parallel.schedule=zb-h1",
     "parallel.pp=2 parallel.tp=2 parallel.zero=3 parallel.schedule=interleaved parallel.chunks=2",
     "parallel.pp=2 parallel.tp=2 parallel.zero=1 parallel.schedule=zb-v optimizer.early=true "

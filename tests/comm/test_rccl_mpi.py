@@ -17,7 +17,11 @@ COMMON = """
     torch.set_num_threads(1)
     import pipert
     from pipert.comm.mesh import Mesh
+    from pipert.config import load_config
+    from pipert.recipe import make_mesh
+    from pipert.verify_run import verify_run
     from tests.engine.world import *
+    from tests.test_verify_run import SMALL, TINY
 
     def fault(what, nth, seconds=0.0):
         arguments = ctypes.c_char(what), ctypes.c_longlong(nth), ctypes.c_double(seconds)
@@ -29,7 +33,7 @@ def run(ranks: int, script: str, library: Path, **options: object) -> JobResult:
     return run_mpi(ranks, COMMON + script, timeout=150, env={"PIPERT_RCCL": str(library)}, **options)
 
 
-def test_processes_get_the_numbers_of_one_over_rccl(standin: Path) -> None:
+def test_processes_get_the_numbers_of_one_over_rccl(standin: Path, tmp_path: Path) -> None:
     script = """
     model = gpt(layers=4, hidden=16, tied=True)
     steps = [[tokens(4, seed=2 * s), tokens(3, length=12, seed=2 * s + 1)] for s in range(2)]
@@ -57,6 +61,15 @@ def test_processes_get_the_numbers_of_one_over_rccl(standin: Path) -> None:
         there = mesh.pp_group.control.counters.messages
         assert there["send"] + there["receive"] > 0
         mesh.close()
+    # layers shared out, too
+    settings = [*SMALL, f"data.folder={sys.argv[1]}", "parallel.tensors=rccl", "parallel.tp=2"]
+    for more in (["parallel.pp=2", "parallel.dp=1", "parallel.schedule=zb-h1"], ["parallel.pp=1", "parallel.zero=3"]):
+        config = load_config(TINY, [*settings, *more])
+        mesh = make_mesh(config)
+        comparison = verify_run(config, mesh, 1, torch.float64)
+        assert comparison.ok, comparison
+        assert mesh.tp_group.counters.messages["allreduce"] > 9
+        mesh.close()
     # quiet, signalling and negative NaNs; sums in bf16
     mesh = Mesh.from_mpi(pp=4, tensors="rccl")
     group = mesh.pp_group
@@ -72,7 +85,7 @@ def test_processes_get_the_numbers_of_one_over_rccl(standin: Path) -> None:
     print("rank", mesh.rank, "is well")
     mesh.close()
     """
-    result = run(4, script, standin, deadline=60)
+    result = run(4, script, standin, args=[str(tmp_path)], deadline=60)
     assert result.returncode == 0, result.text
     assert result.stdout.count("is well") == 4, result.text
 
@@ -80,6 +93,7 @@ def test_processes_get_the_numbers_of_one_over_rccl(standin: Path) -> None:
 FAILURES = {
     "raises": ("raise RuntimeError('bang')", ["RuntimeError: bang", "rank 1, stage 1, micro-batch 3, action 1F3"]),
     "is killed": ("os.kill(os.getpid(), 9)", ["ignal 9"]),
+    "exits": ("sys.exit(3)", ["SystemExit: 3", "micro-batch 3, action 1F3"]),
     "hangs": ("time.sleep(1000)", ["1F3"]),
     "loses its network": ("fault(b'e', 0)", ["RcclError", "ncclSystemError", "the network went away"]),
 }
