@@ -84,7 +84,7 @@ class Library:
             work: elements it has to do with, if more than any argument has.
 
         Raises:
-            KernelInputError: a tensor is on another device than the others, or not contiguous.
+            KernelInputError: a tensor is on another device than the others, not contiguous, or without memory.
             KernelLaunchError: the launcher returned a code.
         """
         device, converted = self._convert(name, arguments)
@@ -121,7 +121,7 @@ class Library:
                 )
             if not strided and not tensor.is_contiguous():
                 raise KernelInputError(f"kernel {name}: strides {tensor.stride()} of a tensor that must be contiguous")
-            converted.append(self._ffi.cast(self._pointer, tensor.data_ptr()))
+            converted.append(self._ffi.cast(self._pointer, pointer_of(name, tensor)))
         assert device is not None
         return device, converted
 
@@ -129,6 +129,21 @@ class Library:
         if code == 90:
             return str(self._ffi.string(self._functions.pipert_fault()).decode())
         return _REASONS.get(code, f"error {code - 100} of the device's runtime")
+
+
+def pointer_of(name: str, tensor: torch.Tensor) -> int:
+    """Address of a tensor's first element, for kernel ``name``.
+
+    Raises:
+        KernelInputError: it has no memory (a fake tensor, or one whose storage was freed), or its memory holds the
+            negative of what it stands for.
+    """
+    address = tensor.data_ptr()
+    if not address and tensor.numel():
+        raise KernelInputError(f"kernel {name}: a tensor of shape {tuple(tensor.shape)} has no memory; was it freed?")
+    if tensor.is_neg():
+        raise KernelInputError(f"kernel {name}: a negative view; call resolve_neg() on it")
+    return address
 
 
 def library_that_sums(columns: int, *tensors: torch.Tensor | None) -> Library | None:

@@ -26,7 +26,7 @@ def bias_gelu(
         x: any shape, at least one dimension; fp32, bf16 or fp16 (fp64 and others by the torch reference).
         bias: shape (columns,), any floating-point dtype.
         approximate: ``none`` (erf) or ``tanh``, as in torch.
-        out: memory for the result, without gradients.
+        out: memory for the result, without gradients; may be x.
 
     Returns:
         like x, in its dtype.
@@ -67,7 +67,7 @@ def _gelu(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, out: torch.Ten
     if library is None:
         y = reference.gelu_forward(x, bias, tanh)
         return y if out is None else result(out, x, "bias_gelu").copy_(y)
-    x, y = x.contiguous(), result(out, x, "bias_gelu")
+    x, y = x.contiguous(), result(out, x, "bias_gelu", (x, bias))
     library.run("gelu_forward", y, x, floats(bias), *rows_of(x, "bias_gelu"), tanh, DTYPES[x.dtype])
     return y
 
@@ -107,7 +107,7 @@ def _swiglu(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     if library is None:
         y = reference.swiglu_forward(x)
         return y if out is None else result(out, like_y, "swiglu").copy_(y)
-    y = result(out, like_y, "swiglu")
+    y = result(out, like_y, "swiglu", (x,))
     library.run("swiglu_forward", y, x.contiguous(), rows, columns // 2, DTYPES[x.dtype])
     return y
 

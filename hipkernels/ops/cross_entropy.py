@@ -73,7 +73,7 @@ def cross_entropy_statistics(
         shape (4, tokens), fp32: maximum, sum of ``exp(x - maximum)``, the target's logit (0 if another rank has it),
         sum of ``x - maximum``.
     """
-    columns = _check(logits, targets, vocabulary)
+    columns = _check_shard(logits, targets, vocabulary)
     return statistics_op(logits, targets, columns, first)  # type: ignore[no-any-return]
 
 
@@ -130,7 +130,18 @@ def cross_entropy_gradient_(
     Returns:
         logits.
     """
-    columns = _check(logits, targets, columns)
+    columns = _check_shard(logits, targets, columns)
+    tokens = len(targets)
+    for name, given, shape in (
+        ("maximum", maximum, (tokens,)),
+        ("sums", sums, (len(sums), tokens)),
+        ("gradient", gradient, (tokens,)),
+    ):
+        if given.shape != shape or given.device != logits.device:
+            raise KernelInputError(
+                f"cross_entropy_gradient_: {name} has shape {tuple(given.shape)} on {given.device}; it must be "
+                f"{shape} on {logits.device}"
+            )
     even = smoothing / (vocabulary or columns)
     gradient = gradient.masked_fill(targets == ignore_index, 0.0).to(maximum.dtype)
     gradient_op(logits, targets, maximum, 1.0 / sums[0], gradient, columns, first, 1.0 - smoothing, even)
@@ -148,6 +159,13 @@ def _check(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int | None) 
     if vocabulary is not None and not 1 <= vocabulary <= columns:
         raise KernelInputError(f"cross_entropy: a vocabulary of {vocabulary} in logits of {columns} columns")
     return vocabulary or columns
+
+
+def _check_shard(logits: torch.Tensor, targets: torch.Tensor, columns: int | None) -> int:
+    """The columns that are no padding, of logits that must be a matrix."""
+    if logits.dim() != 2:
+        raise KernelInputError(f"cross_entropy: logits of shape {tuple(logits.shape)}; a shard's are (tokens, columns)")
+    return _check(logits, targets, columns)
 
 
 def _check_targets(targets: torch.Tensor, columns: int, ignore_index: int) -> None:

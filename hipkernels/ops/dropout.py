@@ -43,8 +43,8 @@ def bias_dropout_add(
     rows_of(x, "bias_dropout_add")
     same_shape("bias_dropout_add", x, residual=residual)
     column_vector("bias_dropout_add", x, bias=bias)
-    if not 0.0 <= p <= 1.0 or offset < 0:
-        raise KernelInputError(f"bias_dropout_add: p={p}, offset={offset}; p is a probability, offset not negative")
+    if not 0.0 <= p <= 1.0 or not 0 <= offset < 2**62:
+        raise KernelInputError(f"bias_dropout_add: p={p}, offset={offset}; p is a probability, offset in [0, 2**62)")
     if keys.dtype != torch.int64 or keys.shape != x.shape[:1] or keys.device != x.device or x.dim() < 2:
         raise KernelInputError(
             f"bias_dropout_add: keys are {keys.dtype} {tuple(keys.shape)} on {keys.device} for an input of shape "
@@ -73,7 +73,7 @@ def _dropout(
     if library is None:
         y = reference.dropout_forward(x, bias, residual, keys, offset, *_numbers(p))
         return y if out is None else result(out, x, "bias_dropout_add").copy_(y)
-    y = result(out, x, "bias_dropout_add")
+    y = result(out, x, "bias_dropout_add", (x, bias, residual))
     rows, columns = rows_of(x, "bias_dropout_add")
     sizes = rows, columns, max(rows // max(len(keys), 1), 1), offset
     residual = None if residual is None else residual.contiguous()

@@ -30,7 +30,7 @@ def layer_norm(
         weight: shape (columns,), any floating-point dtype; default ones.
         bias: likewise; default none.
         eps: added to the variance.
-        out: memory for the result, without gradients.
+        out: memory for the result, without gradients; may be x.
 
     Returns:
         like x, in its dtype; statistics and products are computed in fp32.
@@ -99,9 +99,9 @@ def _forward(
     library = library_for(x)
     if library is None:
         four = reference.norm_forward(x, residual, weight, bias, eps, centred)
-        return four if out is None else (out.copy_(four[0]), *four[1:])
+        return four if out is None else (result(out, x, "norm").copy_(four[0]), *four[1:])
     rows, columns = rows_of(x, "norm")
-    x, y = x.contiguous(), result(out, x, "norm")
+    x, y = x.contiguous(), result(out, x, "norm", (x, weight, bias))
     if residual is not None:
         residual = residual.contiguous()
     h = x.new_empty(0) if residual is None else torch.empty_like(x)
@@ -127,7 +127,10 @@ def _backward(
     rstd: torch.Tensor,
     centred: bool,
 ) -> Three:
-    """Gradients of input, weight and bias; see ``pipert_norm_backward`` in ``csrc/kernels.h``."""
+    """Gradients of input, weight and bias; see ``pipert_norm_backward`` in ``csrc/kernels.h``.
+
+    The bias's is in the dtype of the statistics, for a bias may have another one than the weight.
+    """
     rows, columns = rows_of(h, "norm")
     library = library_that_sums(columns, dy, h)
     if library is None:
@@ -139,11 +142,11 @@ def _backward(
     workspace = h.new_empty(count, 2, columns, dtype=torch.float32)
     arguments = (dy, dh, h, floats(weight), mean, rstd, rows, columns, centred, DTYPES[h.dtype])
     library.run("norm_backward", dx, sums, workspace, count, *arguments)
-    return dx, sums[0].to(weight.dtype, copy=True), sums[1].to(weight.dtype, copy=True)
+    return dx, sums[0].to(weight.dtype, copy=True), sums[1].clone()
 
 
 def _backward_fake(dy: Any, dh: Any, h: Any, weight: Any, mean: Any, rstd: Any, centred: bool) -> Three:
-    return h.new_empty(h.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
+    return h.new_empty(h.shape), weight.new_empty(weight.shape), torch.empty_like(weight, dtype=mean.dtype)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from pipert.hipkernels.errors import KernelInputError
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_DERIVATIVES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 
 class Operator:
@@ -37,8 +40,19 @@ class Operator:
         self.function = _function(op.name(), implementation, gradients, save) if gradients else None
 
     def __call__(self, *arguments: Any) -> Any:
-        """Compute it, with a gradient if one is wanted."""
-        if torch.compiler.is_compiling() or not _plain(arguments):
+        """Compute it, with a gradient if one is wanted.
+
+        Raises:
+            KernelInputError: a derivative is wanted that kernels do not have.
+        """
+        if torch.compiler.is_compiling():
+            return self.op(*arguments)
+        if self.function is not None and _transformed(arguments):
+            raise KernelInputError(
+                f"{self.op.name()}: kernels have no derivatives under torch.func or in forward mode; use torch's own "
+                "function there, as pipert's layers do where pipert.hipkernels.usable says no"
+            )
+        if not _plain(arguments):
             return self.op(*arguments)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
             if self.function is None:
@@ -53,7 +67,23 @@ def _plain(arguments: tuple[Any, ...]) -> bool:
         return False
     if torch._C._get_tracing_state() is not None:
         return False
-    return all(type(a) in _PLAIN for a in arguments if isinstance(a, torch.Tensor))
+    return all(type(a) in _PLAIN for a in _tensors(arguments))
+
+
+def _transformed(arguments: tuple[Any, ...]) -> bool:
+    """Whether a derivative of these arguments is being computed in another way than by a backward pass."""
+    if torch._C._are_functorch_transforms_active():
+        if not any(level.key() in _DERIVATIVES for level in torch._C._functorch.get_interpreter_stack() or ()):
+            return False
+        return any(torch._C._functorch.is_functorch_wrapped_tensor(a) for a in _tensors(arguments))
+    if forward_ad._current_level < 0:
+        return False
+    tangents = (forward_ad.unpack_dual(a).tangent for a in _tensors(arguments))  # type: ignore[no-untyped-call]
+    return any(tangent is not None for tangent in tangents)
+
+
+def _tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+    return [a for a in arguments if isinstance(a, torch.Tensor)]
 
 
 def _function(name: str, implementation: Callable[..., Any], gradients: Any, save: Any) -> Any:
@@ -104,10 +134,22 @@ def define(
     """
     name = f"pipert::{schema.partition('(')[0]}"
     torch.library.define(name, schema.removeprefix(schema.partition("(")[0]))
-    torch.library.impl(name, "default", implementation)
+    op = getattr(torch.ops.pipert, name.removeprefix("pipert::")).default
+    torch.library.impl(name, "default", _counting(op, implementation) if "!" in schema else implementation)
     torch.library.register_fake(name, fake)
     if gradients is not None:
         torch.library.register_autograd(name, gradients, setup_context=save)
-    op = getattr(torch.ops.pipert, name.removeprefix("pipert::")).default
-    # torch must see what is changed in place, to count versions.
-    return op if "!" in schema else Operator(op, implementation, gradients, save)
+    # The short cut is for operators that change nothing, and it looks at tensors, not into lists of them.
+    return op if "!" in schema or "Tensor[]" in schema else Operator(op, implementation, gradients, save)
+
+
+def _counting(op: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """The implementation of an operator that writes into arguments, which tells autograd that it did."""
+    written = [i for i, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+    def run(*arguments: Any) -> Any:
+        result = implementation(*arguments)
+        increment_version([arguments[i] for i in written if arguments[i] is not None])
+        return result
+
+    return run

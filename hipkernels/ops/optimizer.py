@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
 from pipert.hipkernels.errors import KernelInputError
 from pipert.hipkernels.ops.operator import define
+from pipert.hipkernels.ops.tensors import apart
 from pipert.hipkernels.reference import optimizer as reference
-from pipert.hipkernels.runtime import DTYPES, Library, library_for
+from pipert.hipkernels.runtime import DTYPES, Library, library_for, pointer_of
 
 #: Elements of a chunk of `squared_norm`: the sum over a tensor is cut at multiples of it.
 CHUNK = 1 << 15
@@ -60,7 +61,7 @@ def adamw_(
     adamw_op(param, master, average, square, grad, scale, skip, *numbers)
 
 
-def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def squared_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Sum of the squares of all elements of all tensors.
 
     Args:
@@ -72,6 +73,7 @@ def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Raises:
         KernelInputError: tensors on several devices, or not floating point.
     """
+    tensors = list(tensors)
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1 or not all(tensor.is_floating_point() for tensor in tensors):
         kinds = sorted({f"{tensor.dtype} on {tensor.device}" for tensor in tensors})
@@ -176,7 +178,7 @@ def _squared_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
 def _squared_norm_of(library: Library, result: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     """Into ``result``, for tensors of one dtype."""
     rows = [
-        (tensor.data_ptr() + start * tensor.element_size(), min(CHUNK, tensor.numel() - start))
+        (pointer_of("squared_norm", tensor) + start * tensor.element_size(), min(CHUNK, tensor.numel() - start))
         for tensor in tensors
         for start in range(0, tensor.numel(), CHUNK)
     ]
@@ -200,6 +202,7 @@ def _scale_cast(
     if library is None:
         reference.scale_cast(out, x, scale, factor, overflow)
         return
+    apart("scale_cast", out, (x,))
     codes = DTYPES[x.dtype], DTYPES[out.dtype]
     library.run("scale_cast", out, x.contiguous(), x.numel(), scale, factor, overflow, *codes)
 

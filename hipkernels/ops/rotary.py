@@ -8,7 +8,7 @@ import torch
 
 from pipert.hipkernels.errors import KernelInputError
 from pipert.hipkernels.ops.operator import define
-from pipert.hipkernels.ops.tensors import floats
+from pipert.hipkernels.ops.tensors import floats, rows_of
 from pipert.hipkernels.reference import rotary as reference
 from pipert.hipkernels.runtime import DTYPES, Address, library_for
 
@@ -33,6 +33,7 @@ def rotary(
     Raises:
         KernelInputError: the tables do not fit x.
     """
+    rows_of(x, "rotary")
     if not 2 <= x.dim() <= 4 or not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1:
         raise KernelInputError(f"rotary: shape {tuple(x.shape)}, positions in dimension {dim}; see its documentation")
     positions = x.shape[dim]

@@ -60,7 +60,7 @@ def _softmax(
     if library is None:
         y = reference.softmax_forward(x, mask, scale, causal)
         return y if out is None else result(out, x, "masked_softmax").copy_(y)
-    y = result(out, x, "masked_softmax")
+    y = result(out, x, "masked_softmax", (x,))
     shape = (1,) * (4 - x.dim()) + tuple(x.shape)
     strides: tuple[int, ...] = (0, 0, 0)
     where = None

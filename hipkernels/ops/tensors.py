@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch.autograd.graph import increment_version
 
 from pipert.hipkernels.errors import KernelInputError
 
@@ -19,8 +22,10 @@ def rows_of(x: torch.Tensor, operation: str) -> tuple[int, int]:
     """Numbers of rows and columns of ``x``, seen as a matrix whose rows are its last dimension.
 
     Raises:
-        KernelInputError: x has no dimension, or rows of no elements.
+        KernelInputError: x has no dimension, or rows of no elements, or is not floating point.
     """
+    if not x.is_floating_point():
+        raise KernelInputError(f"{operation}: the input is {x.dtype}; it must be floating point")
     if x.dim() == 0 or x.shape[-1] == 0:
         raise KernelInputError(f"{operation}: shape {tuple(x.shape)}; the last dimension must not be empty")
     return x.numel() // x.shape[-1], x.shape[-1]
@@ -61,15 +66,42 @@ def floats(vector: torch.Tensor | None) -> torch.Tensor | None:
     return None if vector is None else vector.detach().to(torch.float32).contiguous()
 
 
-def result(out: torch.Tensor | None, x: torch.Tensor, operation: str) -> torch.Tensor:
-    """Memory for a result like ``x``: ``out`` if given.
+def result(
+    out: torch.Tensor | None, x: torch.Tensor, operation: str, inputs: Iterable[torch.Tensor | None] = ()
+) -> torch.Tensor:
+    """Memory for a result like ``x``, computed from ``inputs``: ``out`` if given.
 
     Raises:
-        KernelInputError: out is unlike x or not contiguous.
+        KernelInputError: out is unlike x, not contiguous, wants a gradient, or is laid over a part of an input.
     """
     if out is None:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     same_shape(operation, x, out=out)
     if not out.is_contiguous():
         raise KernelInputError(f"{operation}: out has strides {out.stride()}; it must be contiguous")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise KernelInputError(f"{operation}: out requires a gradient, which writing into it cannot have")
+    apart(operation, out, inputs)
+    increment_version(out)  # for autograd, which may have saved what is overwritten
     return out
+
+
+def apart(operation: str, out: torch.Tensor, inputs: Iterable[torch.Tensor | None]) -> None:
+    """Check that writing ``out`` changes no element that is still to be read: it may be an input, not overlap one.
+
+    Raises:
+        KernelInputError: it overlaps an input.
+    """
+    begin, end = _span(out)
+    for tensor in inputs:
+        if tensor is None or not tensor.is_contiguous():
+            continue  # others are copied first
+        first, last = _span(tensor)
+        same = first == begin and tensor.dtype == out.dtype and tensor.numel() == out.numel()
+        if first < end and begin < last and not same and tensor.device == out.device:
+            raise KernelInputError(f"{operation}: out shares a part of its memory with an input")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of a contiguous tensor's first byte and of the one behind its last."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()

@@ -35,7 +35,7 @@ def norm_backward(
     rstd: torch.Tensor,
     centred: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of the input, the weight and the bias."""
+    """Gradients of the input, the weight and the bias, which is wide."""
     shape = (*h.shape[:-1], 1)
     dy_wide, rstd = wide(dy), rstd.reshape(shape)
     normal = (wide(h) - mean.reshape(shape)) * rstd
@@ -47,4 +47,4 @@ def norm_backward(
     if dh is not None:
         dx = dx + wide(dh)
     rows = tuple(range(h.dim() - 1))
-    return dx.to(h.dtype), (dy_wide * normal).sum(rows).to(weight.dtype), dy_wide.sum(rows).to(weight.dtype)
+    return dx.to(h.dtype), (dy_wide * normal).sum(rows).to(weight.dtype), dy_wide.sum(rows)

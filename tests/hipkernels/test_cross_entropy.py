@@ -126,7 +126,10 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
 def test_targets_outside_the_vocabulary_and_other_misfits_are_refused() -> None:
     logits = randn(3, 61)
-    hk.cross_entropy(logits, torch.tensor([60, 0, -100]))
+    targets = torch.tensor([60, 0, -100])
+    hk.cross_entropy(logits, targets)
+    maximum, *sums = hk.cross_entropy_statistics(logits, targets)
+    sums = torch.stack(sums)
     for call in (
         lambda: hk.cross_entropy(logits, torch.tensor([61, 0, 1])),
         lambda: hk.cross_entropy(logits, torch.tensor([-1, 0, 1])),
@@ -135,6 +138,10 @@ def test_targets_outside_the_vocabulary_and_other_misfits_are_refused() -> None:
         lambda: hk.cross_entropy(logits, torch.tensor([0, 1, 2]).int()),
         lambda: hk.cross_entropy(logits, torch.tensor([0, 1, 2]), vocabulary=62),
         lambda: hk.cross_entropy(logits, torch.tensor([0, 1, 2]), smoothing=1.5),
+        lambda: hk.cross_entropy_statistics(randn(2, 3, 61), torch.zeros(2, 3, dtype=torch.int64)),
+        lambda: hk.cross_entropy_gradient_(randn(3, 61), targets, maximum[:1], sums, torch.ones(3)),
+        lambda: hk.cross_entropy_gradient_(randn(3, 61), targets, maximum, sums[:, :2], torch.ones(3)),
+        lambda: hk.cross_entropy_gradient_(randn(3, 61), targets, maximum, sums, torch.ones(1)),
     ):
         with pytest.raises(KernelInputError):
             call()

@@ -91,6 +91,13 @@ def test_weights_of_another_dtype_than_the_input_keep_their_own(library: Library
         assert_close(y, expected_norm(x.double(), weight.double(), bias.double(), True), 8.0)
 
 
+def test_the_biass_gradient_is_rounded_to_its_own_dtype_alone(library: Library) -> None:
+    for weight_dtype, dtype in [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)]:
+        bias, dy = leaf(torch.zeros(32, dtype=dtype)), randn(9, 32)
+        hk.layer_norm(randn(9, 32), leaf(torch.ones(32, dtype=weight_dtype)), bias).backward(dy)
+        assert_close(bias.grad, dy.double().sum(0), 8.0 if dtype == torch.float32 else 0.01)
+
+
 def test_expanded_and_transposed_gradients_and_inputs_are_right_and_left_alone(library: Library) -> None:
     base = randn(6, 5, 16)
     for view in (
@@ -175,6 +182,7 @@ def test_what_does_not_fit_is_refused() -> None:
         lambda: hk.layer_norm(torch.tensor(1.0)),
         lambda: hk.layer_norm(torch.empty(3, 0)),
         lambda: hk.layer_norm(x, out=torch.empty(8, 3).t()),
+        lambda: hk.layer_norm(x.double(), out=torch.empty(2, 3, 8).double()),
         lambda: hk.layer_norm(x, randn(8).to("meta")),
     ):
         with pytest.raises(KernelInputError):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import pipert.hipkernels as hk
 from pipert.hipkernels import ops
@@ -105,6 +106,93 @@ def test_tensors_that_a_kernel_cannot_take_never_reach_it(host: Library) -> None
         host.run("swiglu_forward", torch.empty(2, 4), torch.empty(8, 2).t(), 2, 4, 0)
     with pytest.raises(KernelInputError, match="meta"):
         host.run("swiglu_forward", torch.empty(2, 4), torch.empty(2, 8, device="meta"), 2, 4, 0)
+
+
+def test_tensors_without_memory_of_their_own_never_reach_a_kernel(host: Library) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    freed, freed_vector = torch.ones(2, 8), torch.ones(8)
+    for tensor in (freed, freed_vector):
+        tensor.untyped_storage().resize_(0)
+    with use(host):
+        y = hk.bias_gelu(example())
+        for call in (
+            lambda: hk.layer_norm(freed),
+            lambda: hk.layer_norm(torch.ones(2, 8), freed_vector),
+            lambda: hk.squared_norm([torch.ones(3), freed]),
+            lambda: hk.bias_gelu(torch.ones(2, 8), out=freed),
+            lambda: hk.bias_gelu(torch._neg_view(torch.ones(2, 8))),
+            lambda: y.backward(torch._efficientzerotensor(y.shape)),
+        ):
+            with pytest.raises(KernelInputError, match=r"no memory|negative view"):
+                call()
+        assert hk.squared_norm([FakeTensorMode().from_tensor(torch.ones(3))]).shape == ()
+
+
+def test_inputs_that_are_no_real_numbers_are_refused(operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for dtype in (torch.int64, torch.bool, torch.complex64):
+        with pytest.raises(KernelInputError, match="floating point"):
+            operation(torch.ones(2, 3, 8, dtype=dtype))
+
+
+def test_derivatives_that_kernels_do_not_have_are_refused_rather_than_zero(
+    host: Library, operation: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    x = example().detach()
+    with use(host):
+        for call in (
+            lambda: torch.func.jvp(operation, (x,), (torch.ones_like(x),)),
+            lambda: torch.func.grad(lambda a: operation(a).sum())(x),
+        ):
+            with pytest.raises(KernelInputError, match=r"torch\.func"):
+                call()
+        with forward_ad.dual_level():
+            operation(x)
+            with pytest.raises(KernelInputError, match="forward mode"):
+                operation(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def test_autograd_notices_what_a_kernel_overwrites(host: Library) -> None:
+    def refused(saved: torch.Tensor, write: Callable[[torch.Tensor], object]) -> None:
+        result = leaf(torch.ones(4, 8)) * saved
+        write(saved)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.sum().backward()
+
+    rest = [torch.ones(4, 8) for _ in range(3)]
+    with use(host):
+        refused(torch.ones(4, 8), lambda t: hk.layer_norm(rest[0], out=t))
+        refused(torch.ones(4, 8), lambda t: hk.masked_softmax(t, out=t))
+        refused(torch.ones(4, 8), lambda t: hk.scale_cast(t, out=t, factor=2.0))
+        for place in range(3):
+            refused(torch.ones(4, 8), lambda t, i=place: hk.adamw_(None, *rest[:i], t, *rest[i:], step=1, lr=0.1))
+        losses = hk.cross_entropy(leaf(randn(3, 8)) * 1.0, torch.tensor([0, 1, 2]), overwrite=True).sum()
+        losses.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            losses.backward()
+
+
+def test_out_may_be_the_input_but_not_share_a_part_of_it(library: Library) -> None:
+    vector = randn(10, seed=3)
+    for call in (
+        lambda x, out=None: hk.layer_norm(x, vector, vector, out=out),
+        lambda x, out=None: hk.rms_norm(x, out=out),
+        lambda x, out=None: hk.bias_gelu(x, vector, out=out),
+        lambda x, out=None: hk.masked_softmax(x, causal=True, out=out),
+        lambda x, out=None: hk.bias_dropout_add(x, vector, x, p=0.5, keys=torch.arange(6), out=out),
+    ):
+        x, memory = randn(6, 10), torch.zeros(65)
+        assert torch.equal(call(x), call(x, out=x))
+        with pytest.raises(KernelInputError, match="memory"):
+            call(memory[:60].view(6, 10), out=memory[5:].view(6, 10))
+    for call in (
+        lambda: hk.swiglu(memory[:60].view(6, 10), out=memory[:30].view(6, 5)),
+        lambda: hk.layer_norm(randn(6, 10), memory[:10], out=memory[:60].view(6, 10)),
+        lambda: hk.scale_cast(memory[:60], out=memory.view(torch.float16)[:60]),
+        lambda: hk.bias_gelu(randn(6, 10), out=leaf(randn(6, 10))),
+    ):
+        with pytest.raises(KernelInputError, match=r"memory|gradient"):
+            call()
 
 
 def test_inputs_are_bitwise_unchanged(library: Library, operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
