@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from pipert.scheduler.action import KIND_MASK, KIND_SHIFT, Action, Kind
 from pipert.scheduler.errors import TimelineError
-from pipert.scheduler.row import Codes
+from pipert.scheduler.row import Codes, distinct
 from pipert.scheduler.timeline import Seconds, Timeline
 
 
@@ -52,7 +52,7 @@ class Comparison:
             f"{self.first.makespan:.6g}, ratio {self.ratio:.4f}"
         ]
         kinds = self.codes >> KIND_SHIFT & KIND_MASK
-        for kind in map(Kind, np.unique(kinds).tolist()):
+        for kind in map(Kind, distinct(kinds).tolist()):
             here = kinds == kind
             starts, durations = self.start_differences[here], self.duration_differences[here]
             lines.append(
@@ -76,7 +76,7 @@ def compare(first: Timeline, second: Timeline) -> Comparison:
     for rank in range(first.num_ranks):
         codes, others = first.lane(rank).codes, second.lane(rank).codes
         for name, own in ((first.name, codes), (second.name, others)):
-            if len(np.unique(own)) < len(own):
+            if len(distinct(own)) < len(own):
                 raise TimelineError(f"{name} has an action twice on rank {rank}; compare single steps")
         _, here, there = np.intersect1d(codes, others, assume_unique=True, return_indices=True)
         order = np.argsort(here)

@@ -12,6 +12,7 @@ from pipert.scheduler.action import COUNTERPART, KIND_MASK, KIND_SHIFT, STAGE_SH
 from pipert.scheduler.dependencies import AWAITS, BRINGS, GIVES, NEEDS, SUMS, TELLS, USES_WEIGHTS
 from pipert.scheduler.index import Index
 from pipert.scheduler.program import Program
+from pipert.scheduler.row import distinct
 from pipert.scheduler.semantics import Semantics
 from pipert.scheduler.worklist import Ints, Positions
 
@@ -46,7 +47,7 @@ class Messages:
         keys = np.zeros_like(self.peers) if semantics.channel == "rank" else self.peers
         if semantics.channel == "direction":
             keys = 2 * keys + self.sends
-        for key in np.unique(keys).tolist():
+        for key in distinct(keys).tolist():
             yield self.positions[keys == key]
 
     def to(self, peer: int) -> Positions:
@@ -167,7 +168,7 @@ def _pair(index: Index, semantics: Semantics, rows: list[Messages], ring: Positi
     """Join the two ends of every message, as the transport matches them."""
     if semantics.matching == "order":
         for rank, row in enumerate(rows):
-            for peer in np.unique(row.peers[row.sends]).tolist():
+            for peer in distinct(row.peers[row.sends]).tolist():
                 sends, receives = row.to(peer), rows[peer].source(rank)
                 ring[sends], ring[receives] = receives, sends
         return

@@ -22,7 +22,7 @@ from pipert.scheduler.errors import FormatError
 from pipert.scheduler.formats.imported import Imported
 from pipert.scheduler.generators.alternate import alternate
 from pipert.scheduler.placement import Placement, positive
-from pipert.scheduler.row import pack
+from pipert.scheduler.row import distinct, pack
 from pipert.scheduler.schedule import Schedule
 
 _NUMBERS = re.compile(r"[\d\s,()\[\]]*", re.ASCII)
@@ -46,7 +46,7 @@ def from_table(
     if not table:
         raise FormatError("the table has no entry; give (micro-batch, chunk) pairs")
     batch, chunk = np.array(table, dtype=np.int64).T
-    chunks = len(np.unique(chunk))
+    chunks = len(distinct(chunk))
     if positive("ranks", ranks) * chunks > MAX_STAGES:
         raise FormatError(f"{ranks} ranks of {chunks} chunks are more than {MAX_STAGES} stages; use fewer")
     if chunk.min() < 0 or chunk.max() != chunks - 1:

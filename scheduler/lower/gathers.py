@@ -9,7 +9,7 @@ import numpy as np
 from pipert.scheduler.action import Kind
 from pipert.scheduler.lower.messages import IS_COMPUTE, kinds_of, stages_of
 from pipert.scheduler.program import Program
-from pipert.scheduler.row import ActionRow, Codes, pack
+from pipert.scheduler.row import ActionRow, Codes, distinct, pack
 
 
 def add_gathers(program: Program, once: bool = False) -> Program:
@@ -36,7 +36,7 @@ def _gathered(codes: Codes, once: bool) -> ActionRow:
     if not len(places):
         return ActionRow.from_codes(codes)
     if once:
-        stages = np.unique(stages_of(codes[places]))
+        stages = distinct(stages_of(codes[places]))
         first, last = np.zeros_like(stages), np.full_like(stages, len(places) - 1)
     else:
         stages, first, last = _spans(stages_of(codes[places]))

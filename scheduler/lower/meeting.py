@@ -24,6 +24,7 @@ from pipert.scheduler.lower.messages import (
 )
 from pipert.scheduler.lower.order import Order, Times
 from pipert.scheduler.program import Program
+from pipert.scheduler.row import distinct
 
 #: How many computations of either rank a message may be put off by.
 PUT_OFF = 2
@@ -42,7 +43,7 @@ def meet(order: Order, program: Program) -> Order:
         origins, uses = counterparts(receives[receives != NONE]), order.begins[rank][receives != NONE]
         places = CARRIED[kinds_of(origins)], stages_of(origins), microbatches_of(origins)
         made, peers = order.ready[places], owners[stages_of(origins)]
-        for peer in np.unique(peers).tolist():
+        for peer in distinct(peers).tolist():
             here = np.flatnonzero((peers == peer) & (made >= 0))
             ready[tuple(place[here] for place in places)] = _moments(made[here], uses[here], lanes[rank], lanes[peer])
     return replace(order, ready=ready)

@@ -11,7 +11,7 @@ from pipert.scheduler.dependencies import TELLS
 from pipert.scheduler.errors import LayoutError
 from pipert.scheduler.lower.messages import kinds_of, microbatches_of, stages_of
 from pipert.scheduler.program import Program
-from pipert.scheduler.row import ActionRow, Codes, pack
+from pipert.scheduler.row import ActionRow, Codes, distinct, pack
 
 
 def add_sizes(program: Program, microbatches: Iterable[int]) -> Program:
@@ -20,7 +20,7 @@ def add_sizes(program: Program, microbatches: Iterable[int]) -> Program:
     Raises:
         LayoutError: a micro-batch is out of range.
     """
-    wanted = np.unique(np.fromiter(microbatches, dtype=np.int64))
+    wanted = distinct(np.fromiter(microbatches, dtype=np.int64))
     if len(wanted) == 0:
         return program
     if wanted[0] < 0 or wanted[-1] >= program.microbatches:

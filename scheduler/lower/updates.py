@@ -13,7 +13,7 @@ from pipert.scheduler.errors import LayoutError
 from pipert.scheduler.lower.messages import kinds_of, microbatches_of, next_computations, stages_of
 from pipert.scheduler.placement import Placement
 from pipert.scheduler.program import Program
-from pipert.scheduler.row import ActionRow, Codes
+from pipert.scheduler.row import ActionRow, Codes, distinct
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.semantics import Semantics
 
@@ -70,7 +70,7 @@ def add_steps(program: Program, at_end: bool = False) -> Program:
 def _stepped(codes: Codes, program: Program, at_end: bool) -> ActionRow:
     following, places = next_computations(codes), []
     adding = np.isin(kinds_of(codes), _ADDS)
-    own = np.unique(stages_of(codes[adding])).tolist()
+    own = distinct(stages_of(codes[adding])).tolist()
     for stage in own:
         adds = adding & (stages_of(codes) == stage)
         ties = [tie for tie, copies in enumerate(program.ties) if stage in copies]

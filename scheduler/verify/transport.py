@@ -8,6 +8,7 @@ import numpy as np
 
 from pipert.scheduler.action import Kind
 from pipert.scheduler.play import run_program, run_schedule
+from pipert.scheduler.row import distinct
 from pipert.scheduler.verify.fault import Fault
 from pipert.scheduler.verify.rule import Rule, Subject
 from pipert.scheduler.verify.words import count
@@ -22,7 +23,7 @@ def _swapped(subject: Subject) -> Iterator[Fault]:
         return
     rows = [messages(index, rank) for rank in range(program.num_ranks)]
     for rank, row in enumerate(rows):
-        for peer in np.unique(row.peers[row.sends]).tolist():
+        for peer in distinct(row.peers[row.sends]).tolist():
             sends, receives = row.to(peer), rows[peer].source(rank)
             for turn in np.flatnonzero(counterparts(index.codes[sends]) != index.codes[receives]).tolist():
                 sent, received = int(sends[turn]), int(receives[turn])
