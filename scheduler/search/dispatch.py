@@ -81,28 +81,20 @@ def dispatch(instance: Instance, rule: Rule) -> list[Codes]:
     stages = np.concatenate([instance.placement.stages_of(rank) for rank in range(ranks)])
     offsets = np.concatenate([[0], np.cumsum(np.bincount(instance.owners))])
     codes = np.zeros(instance.num_actions, dtype=np.int64)
-    left = np.array([len(codes)])
+    leaves = 1 << (ranks - 1).bit_length()
     compiled(_dispatch, 16 * len(codes))(
-        many,
-        stages,
-        offsets,
-        instance.owners,
-        instance.limits,
-        caps(instance, rule.ahead),
-        np.concatenate([instance.forward, instance.inputs, instance.weights]),
-        instance.hops,
-        int(rule.prefer),
-        rule.patience,
-        1 if rule.deep else -1,
-        np.full(2 * size * many, np.inf),
-        codes,
-        left,
+        *(many, stages, offsets, instance.owners, instance.limits, caps(instance, rule.ahead)),
+        *(np.concatenate([instance.forward, instance.inputs, instance.weights]), instance.hops),
+        *(int(rule.prefer), rule.patience, 1 if rule.deep else -1, codes),
+        *(np.full(2 * size * many, np.inf), np.zeros(3 * size, dtype=np.int64)),
+        *(np.where(np.arange(leaves) < ranks, 0.0, np.inf), np.zeros(2 * leaves, dtype=np.int64)),
+        *(np.zeros(ranks), np.ones(ranks, dtype=np.int64), 3 * many * offsets[:-1]),
     )
-    assert left[0] == 0, f"{rule} left {left[0]} actions"
+    assert codes[offsets[1:] * 3 * many - 1].all(), f"{rule} left something undone"
     return np.split(codes, offsets[1:-1] * 3 * many)
 
 
-def _dispatch(  # noqa: C901, PLR0915
+def _dispatch(
     many: int,
     stages: Ints,
     offsets: Ints,
@@ -114,9 +106,14 @@ def _dispatch(  # noqa: C901, PLR0915
     prefer: int,
     patience: float,
     deep: int,
+    codes: Ints,
     arrives: Seconds,
-    codes: Codes,
-    rest: Ints,
+    done: Ints,
+    clocks: Seconds,
+    least: Ints,
+    frees: Seconds,
+    last: Ints,
+    out: Ints,
 ) -> None:
     """Kernel of `dispatch`.
 
@@ -132,126 +129,153 @@ def _dispatch(  # noqa: C901, PLR0915
         prefer: a `Prefer`.
         patience: as in `Rule`.
         deep: 1 or −1.
-        arrives: when the needs of every F, then of every I are there; infinite at first ``[2 * stages * m]``.
         codes: out.
-        rest: out, how many actions could not be done: none.
+        arrives: when the needs of every F, then of every I are there; infinite at first ``[2 * stages * m]``.
+        done: how many F, then I, then W of every stage, 0.
+        clocks: when every rank can go on, 0; infinite up to a power of two of them.
+        least: a tree over them for `_settle`, twice as long.
+        frees: since when every rank does nothing, 0.
+        last: the kind that it did last, F or I, 1.
+        out: where its next code goes.
     """
     size = len(owners)
-    ranks = len(limits)
-    half = size * many
     never = float("inf")
     for j in range(many):
         arrives[j] = 0.0
-    done = [0] * (3 * size)  # F, then I, then W of every stage
-    clocks = [0.0] * ranks
-    frees = [0.0] * ranks  # since when the rank does nothing
-    last = [1] * ranks
-    out = [3 * many * offsets[rank] for rank in range(ranks)]
-    left = 3 * half
-    while left > 0:
-        rank = 0
-        for other in range(1, ranks):
-            if clocks[other] < clocks[rank]:
-                rank = other
+    for rank in range(len(clocks)):
+        least[len(clocks) + rank] = rank
+        _settle(least, clocks, rank)
+    while True:
+        rank = least[1]
         now = clocks[rank]
         if now == never:
             break
-        begin = offsets[rank]
-        end = offsets[rank + 1]
-        oldest = many
-        for at in range(begin, end):
-            oldest = min(oldest, done[2 * size + stages[at]])
-        top = many  # the last micro-batch that may begin somewhere
-        for at in range(begin - 1, end):  # room changes where a stage is: look there, and at the oldest one
-            batch = oldest if at < begin else done[stages[at]]
-            room = limits[rank]
-            for other in range(begin, end):
-                s = stages[other]
-                room -= 1 if done[s] <= batch else done[s] - max(batch, done[2 * size + s])
-            if batch < many and room < 1:
-                top = min(top, batch)
-        forward = -1
-        backward = -1
-        weight = -1
-        blocked = False
-        soon = never
-        for at in range(begin, end):
-            s = stages[at]
-            j = done[s]
-            if j < many:
-                here = arrives[s * many + j]
-                if j > top:
-                    blocked = blocked or here <= now
-                elif j - done[size + s] < ahead[s]:
-                    if here > now:
-                        soon = min(soon, here)
-                    elif forward < 0 or (s - forward) * deep > 0:
-                        forward = s
-            j = done[size + s]
-            if j < many:
-                here = arrives[half + s * many + j]
-                if here > now:
-                    soon = min(soon, here)
-                elif backward < 0 or j < done[size + backward]:
-                    backward = s
-            j = done[2 * size + s]
-            if j < done[size + s] and (weight < 0 or j < done[2 * size + weight]):
-                weight = s
+        top = _newest(many, stages, offsets, limits, done, rank)
+        forward, backward, weight, soon, blocked = _ready(
+            many, stages, offsets, ahead, deep, arrives, done, rank, now, top
+        )
         kind = -1
-        s = -1
         if weight >= 0 and patience < 0.0:
             kind = 2
-            s = weight
         elif forward >= 0 and backward >= 0:
-            if prefer == 2:
-                kind = 1 - last[rank]
-            elif prefer == 3:
-                first = arrives[forward * many + done[forward]]
-                kind = 0 if first < arrives[half + backward * many + done[size + backward]] else 1
-            else:
-                kind = 1 - prefer
-            s = forward if kind == 0 else backward
-        elif forward >= 0:
-            kind = 0
-            s = forward
-        elif backward >= 0:
-            kind = 1
-            s = backward
+            since = arrives[forward * many + done[forward]]
+            kind = _preferred(prefer, last[rank], since, arrives[(size + backward) * many + done[size + backward]])
+        elif forward >= 0 or backward >= 0:
+            kind = 0 if forward >= 0 else 1
         elif weight >= 0 and (blocked or soon - now >= patience * seconds[2 * size + weight]):
             kind = 2
-            s = weight
         if kind < 0:
             clocks[rank] = soon  # or earlier, if something arrives before
+            _settle(least, clocks, rank)
             continue
+        s = (forward, backward, weight)[kind]
         j = done[kind * size + s]
         done[kind * size + s] = j + 1
         codes[out[rank]] = s << 36 | (kind + (1 if kind > 0 else 0)) << 28 | j
         out[rank] += 1
-        left -= 1
         now += seconds[kind * size + s]
-        clocks[rank] = now if out[rank] < 3 * many * end else never
+        clocks[rank] = now if out[rank] < 3 * many * offsets[rank + 1] else never
+        _settle(least, clocks, rank)
         frees[rank] = now
-        if kind == 0:
-            last[rank] = 0
-            target = s + 1
-            place = target * many + j
-            if target == size:
-                target = s
-                place = half + s * many + j
-            else:
-                now += hops[s]
-        elif kind == 1:
-            last[rank] = 1
-            target = s - 1
-            place = half + target * many + j
-            if target >= 0:
-                now += hops[target]
-        else:
-            target = -1
-            place = 0
+        if kind == 2:
+            continue
+        last[rank] = kind
+        turns = kind == 0 and s == size - 1  # the loss: the gradient is wanted where it is
+        target = s if turns else (s + 1 if kind == 0 else s - 1)
         if target >= 0:
-            arrives[place] = now
+            now += 0.0 if turns else hops[min(s, target)]
+            arrives[(target if kind == 0 and not turns else size + target) * many + j] = now
             other = owners[target]
             if clocks[other] > now and out[other] < 3 * many * offsets[other + 1]:
                 clocks[other] = max(now, frees[other])
-    rest[0] = left
+                _settle(least, clocks, other)
+
+
+def _settle(least: Ints, clocks: Seconds, rank: int) -> None:
+    """Find the least clocks anew after one has changed: ``least[1]`` is the first rank with the least.
+
+    ``least`` is a tree whose node n has the children 2n and 2n + 1, and the ranks as leaves.
+    """
+    node = (len(clocks) + rank) // 2
+    while node > 0:
+        here = least[2 * node]
+        there = least[2 * node + 1]
+        least[node] = there if clocks[there] < clocks[here] else here
+        node //= 2
+
+
+def _preferred(prefer: int, last: int, forward: float, backward: float) -> int:
+    """The kind that goes first where F and I could, which wait since these moments."""
+    if prefer == 2:
+        return 1 - last
+    if prefer == 3:
+        return 0 if forward < backward else 1
+    return 1 - prefer
+
+
+def _newest(many: int, stages: Ints, offsets: Ints, limits: Ints, done: Ints, rank: int) -> int:
+    """The last micro-batch that may begin on a rank, by the banker's rule."""
+    size = len(done) // 3
+    begin = offsets[rank]
+    end = offsets[rank + 1]
+    oldest = many
+    for at in range(begin, end):
+        oldest = min(oldest, done[2 * size + stages[at]])
+    top = many
+    for at in range(begin - 1, end):  # room changes where a stage is: look there, and at the oldest one
+        batch = oldest if at < begin else done[stages[at]]
+        room = limits[rank]
+        for other in range(begin, end):
+            s = stages[other]
+            room -= 1 if done[s] <= batch else done[s] - max(batch, done[2 * size + s])
+        if batch < many and room < 1:
+            top = min(top, batch)
+    return top
+
+
+def _ready(
+    many: int,
+    stages: Ints,
+    offsets: Ints,
+    ahead: Ints,
+    deep: int,
+    arrives: Seconds,
+    done: Ints,
+    rank: int,
+    now: float,
+    top: int,
+) -> tuple[int, int, int, float, bool]:
+    """What a rank could start now: the stages of the best F, I and W, each −1 if there is none.
+
+    Returns:
+        These three, when the next thing is going to arrive, and whether a forward waits only for memory.
+    """
+    size = len(done) // 3
+    forward = -1
+    backward = -1
+    weight = -1
+    blocked = False
+    soon = float("inf")
+    for at in range(offsets[rank], offsets[rank + 1]):
+        s = stages[at]
+        j = done[s]
+        if j < many:
+            here = arrives[s * many + j]
+            if j > top:
+                blocked = blocked or here <= now
+            elif j - done[size + s] < ahead[s]:
+                if here > now:
+                    soon = min(soon, here)
+                elif forward < 0 or (s - forward) * deep > 0:
+                    forward = s
+        j = done[size + s]
+        if j < many:
+            here = arrives[(size + s) * many + j]
+            if here > now:
+                soon = min(soon, here)
+            elif backward < 0 or j < done[size + backward]:
+                backward = s
+        j = done[2 * size + s]
+        if j < done[size + s] and (weight < 0 or j < done[2 * size + weight]):
+            weight = s
+    return forward, backward, weight, soon, blocked

@@ -74,23 +74,12 @@ def improve(
     count, offsets = len(codes), np.cumsum([0, *map(len, rows)])
     best = np.array([np.inf])
     compiled(_improve, effort)(
-        offsets,
-        numbers,
-        graph.seconds,
-        graph.before,
-        graph.behind,
-        graph.lags,
-        size,
-        many,
-        instance.limits,
-        max(8, min(MOST_MOVES, effort // (20 * count))),
-        seed & 0x7FFFFFFF,
-        effort,
-        bound,
-        best,
-        np.zeros(10 * count, dtype=np.int64),
-        np.zeros(count),
-        np.zeros(2 * MOST_MOVES, dtype=np.int64),
+        *(offsets, instance.limits, numbers, best, size, many),
+        *(graph.seconds, graph.before, graph.behind, graph.lags, np.tile(instance.owners.repeat(many), 3)),
+        *(max(8, min(MOST_MOVES, effort // (20 * count))), seed & 0x7FFFFFFF, effort, bound),
+        *(np.zeros(count, dtype=np.int64) for _ in range(7)),
+        *(np.zeros(2 * MOST_MOVES, dtype=np.int64), np.zeros(count)),
+        *(np.zeros(3 * len(rows), dtype=np.int64), np.zeros(len(rows))),
     )
     kind, stage, batch = numbers // (size * many), numbers // many % size, numbers % many
     codes = stage << 36 | kind + (kind > 0) << 28 | batch
@@ -104,268 +93,380 @@ def _numbers(codes: Codes, size: int, many: int) -> Ints:
     return numbers
 
 
-def _improve(  # noqa: C901, PLR0915
+def _improve(
     offsets: Ints,
+    limits: Ints,
     best_rows: Ints,
+    best: Seconds,
+    size: int,
+    many: int,
     seconds: Seconds,
     before: Ints,
     behind: Ints,
     lags: Seconds,
-    size: int,
-    many: int,
-    limits: Ints,
+    owners: Ints,
     most: int,
     seed: int,
     effort: int,
     bound: float,
-    best: Seconds,
-    work: Ints,
-    times: Seconds,
+    rows: Ints,
+    place: Ints,
+    live: Ints,
+    left_bars: Ints,
+    right_bars: Ints,
+    path: Ints,
+    joined: Ints,
     moves: Ints,
+    starts: Seconds,
+    lanes: Ints,
+    clocks: Seconds,
 ) -> None:
-    """Kernel of `improve`: ``best_rows`` in and out, ``best`` out, the last three to work in."""
+    """Kernel of `improve`: rows in and out in ``best_rows``, their makespan out in ``best``; `rows` and on to work in.
+
+    Each turn runs the rows, lists the moves that may help, tries them all, and makes the best one that is not barred:
+    an action that has just moved one way may not move back for some turns, unless that gives the best rows so far.
+    """
     count = len(best_rows)
-    ranks = len(limits)
-    half = size * many
-    # `work` holds for every place of the rows: the action, its rank, the live pairs; for every action: its place, what
-    # it waits for, the order of a run, until when it may not move to the left, to the right; the critical path.
-    rank_of, live, place, waits, order, no_left, no_right, path, joined = (
-        count * 1,
-        count * 2,
-        count * 3,
-        count * 4,
-        count * 5,
-        count * 6,
-        count * 7,
-        count * 8,
-        count * 9,
-    )
-    for rank in range(ranks):
-        for at in range(offsets[rank], offsets[rank + 1]):
-            work[rank_of + at] = rank
-    for at in range(count):
-        work[at] = best_rows[at]
-    best[0] = float("inf")
+    never = float("inf")
+    rows[:] = best_rows[:]
+    best[0] = never
     visits = 0
-    turn = 0  # how many moves were made
-    stall = 0
-    tries = 0  # moves to try
-    tried = 0
-    chosen = -1
-    chosen_span = 0.0
-    alike = 0
-    shake = 0
+    turn = 0
+    stall = 0  # turns since the best rows
     while visits < effort:
-        if shake > 0:  # a random move
-            seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
-            source = (seed >> 8) % count
-            seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
-            rank = work[rank_of + source]
-            visits += 1
-            target = source + (1 if seed >> 16 & 1 else -1)
-            if target < offsets[rank] or target >= offsets[rank + 1]:
-                continue
-            first = min(source, target)
-            u = work[first]
-            v = work[first + 1]
-            shake -= 1
-            same = u // many % size == v // many % size and (u // half == v // half or u % many == v % many)
-            if same or before[v] == u:
-                continue
-            level = 0
-            for at in range(offsets[rank], first):
-                level += 1 if work[at] < half else (-1 if work[at] >= 2 * half else 0)
-            if v < half and level + 1 > limits[rank]:
-                continue
-            work[first] = v
-            work[first + 1] = u
-            continue
-        trying = tried < tries
-        source = 0
-        target = 0
-        if trying:
-            source = moves[2 * tried]
-            target = moves[2 * tried + 1]
-            step = 1 if target > source else -1
-            moved = work[source]
-            for at in range(source, target, step):
-                work[at] = work[at + step]
-            work[target] = moved
-        # Run the rows: every action once those that it waits for are done.
-        for at in range(count):
-            action = work[at]
-            work[place + action] = at
-            work[waits + action] = 0 if before[action] < 0 else 1
-            times[action] = 0.0
-        ready = 0
-        for rank in range(ranks):
-            for at in range(offsets[rank] + 1, offsets[rank + 1]):
-                work[waits + work[at]] += 1
-            action = work[offsets[rank]]
-            if work[waits + action] == 0:
-                work[order + ready] = action
-                ready += 1
-        span = 0.0
-        at = 0
-        while at < ready:
-            action = work[order + at]
-            at += 1
-            end = times[action] + seconds[action]
-            span = max(span, end)
-            after = behind[action]
-            if after >= 0:
-                times[after] = max(times[after], end + lags[after])
-                work[waits + after] -= 1
-                if work[waits + after] == 0:
-                    work[order + ready] = after
-                    ready += 1
-            where = work[place + action] + 1
-            if where < offsets[work[rank_of + where - 1] + 1]:
-                after = work[where]
-                times[after] = max(times[after], end)
-                work[waits + after] -= 1
-                if work[waits + after] == 0:
-                    work[order + ready] = after
-                    ready += 1
+        span = _run(offsets, rows, seconds, before, behind, lags, owners, starts, lanes, clocks)
         visits += count
-        if ready < count:
-            span = float("inf")
-        if trying:
-            moved = work[target]
-            step = 1 if target > source else -1
-            for at in range(target, source, -step):
-                work[at] = work[at - step]
-            work[source] = moved
-            barred = work[(no_left if target < source else no_right) + moved] > turn
-            if span < best[0] or (not barred and ready == count):
-                better = chosen < 0 or span < chosen_span
-                if not better and span == chosen_span:
-                    alike += 1
-                    seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
-                    better = (seed >> 8) % alike == 0
-                elif better:
-                    alike = 1
-                if better:
-                    chosen = tried
-                    chosen_span = span
-            tried += 1
-            if tried == tries:
-                seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
-                if chosen < 0:
-                    stall = 1 << 30
-                    tries = 0
-                    tried = 0
-                    continue
-                source = moves[2 * chosen]
-                target = moves[2 * chosen + 1]
-                step = 1 if target > source else -1
-                moved = work[source]
-                for at in range(source, target, step):
-                    work[at] = work[at + step]
-                work[target] = moved
-                turn += 1
-                work[(no_right if target < source else no_left) + moved] = turn + 6 + (seed >> 8) % 10
-                tries = 0
-                tried = 0
-            continue
-        # Where the search stands now.
         if span < best[0]:
             best[0] = span
             stall = 0
-            for at in range(count):
-                best_rows[at] = work[at]
+            best_rows[:] = rows[:]
             if span <= bound:
                 break
         else:
             stall += 1
-        if stall > 300 or ready < count:
-            for at in range(count):
-                work[at] = best_rows[at]
-            stall = 0
-            seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
-            shake = 2 + (seed >> 8) % 16
-            continue
-        # One critical path, from its end.
-        action = -1
-        alike = 0
-        for rank in range(ranks):
-            final = work[offsets[rank + 1] - 1]
-            if times[final] + seconds[final] == span:
-                alike += 1
-                seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
-                if (seed >> 8) % alike == 0:
-                    action = final
-        length = 0
-        while action >= 0:
-            work[path + length] = work[place + action]
-            at = work[place + action]
-            start = times[action]
-            left = -1
-            if at > offsets[work[rank_of + at]]:
-                left = work[at - 1]
-                if times[left] + seconds[left] != start:
-                    left = -1
-            other = before[action]
-            if other >= 0 and times[other] + seconds[other] + lags[action] != start:
-                other = -1
-            seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
-            if left >= 0 and (other < 0 or seed >> 16 & 1):
-                work[joined + length] = 1  # one block with the place before
-                action = left
+        tries = 0
+        if stall <= 300 and span < never:
+            seed, length = _critical_path(
+                offsets, rows, seconds, before, lags, owners, starts, span, seed, place, path, joined
+            )
+            _levels(offsets, rows, size * many, live)
+            seed, tries = _list_moves(
+                rows, before, owners, limits, live, path, joined, length, size, many, most, seed, moves
+            )
+        tries = min(tries, (effort - visits + count - 1) // count)
+        seed, chosen = _best_move(
+            *(offsets, rows, seconds, before, behind, lags, owners, starts, lanes, clocks),
+            *(moves, tries, left_bars, right_bars, turn, best[0], seed),
+        )
+        visits += tries * count
+        seed = _next(seed)
+        if chosen >= 0:
+            source = moves[2 * chosen]
+            target = moves[2 * chosen + 1]
+            moved = rows[source]
+            _shift(rows, source, target)
+            turn += 1
+            if target < source:
+                right_bars[moved] = turn + 6 + (seed >> 8) % 10
             else:
-                work[joined + length] = 0
-                action = other
-            length += 1
-        for rank in range(ranks):
-            level = 0
-            for at in range(offsets[rank], offsets[rank + 1]):
-                level += 1 if work[at] < half else (-1 if work[at] >= 2 * half else 0)
-                work[live + at] = level
-        # Moves of every action of a block to the left and to the right, by one place and as far as may be.
-        seen = 0
-        high = 0
-        for step_back in range(length):
-            if step_back == 0 or work[joined + step_back - 1] == 0:
-                high = work[path + step_back]
-            low = work[path + step_back]
-            if work[joined + step_back] == 1:
-                continue
-            for source in range(low, high + 1):
-                v = work[source]
-                s = v // many % size
-                rank = work[rank_of + source]
-                for direction in range(2):
-                    step = 2 * direction - 1
-                    target = source
-                    near = source + step
-                    while (target > low) if step < 0 else (target < high):
-                        u = work[target + step]
-                        if u // many % size == s and (u // half == v // half or u % many == v % many):
-                            break
-                        if before[v] == u or before[u] == v:
-                            break
-                        if step < 0 and v < half:
-                            before_u = work[live + target - 1] + (1 if u >= 2 * half else 0)
-                            if before_u + 1 > limits[rank]:
-                                break
-                        if step > 0 and v >= 2 * half and work[live + target + 1] + 1 > limits[rank]:
-                            break
-                        target += step
-                    for which in range(2):
-                        goal = target if which == 0 else near
-                        if target == source or (which == 1 and (goal == target or step > 0)):
-                            continue
-                        seen += 1
-                        slot = tries
-                        if tries >= most:
-                            seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
-                            slot = (seed >> 8) % seen
-                        else:
-                            tries += 1
-                        if slot < most:
-                            moves[2 * slot] = source
-                            moves[2 * slot + 1] = goal
-        chosen = -1
-        alike = 0
-        if tries == 0:
-            stall = 1 << 30
+                left_bars[moved] = turn + 6 + (seed >> 8) % 10
+        elif visits < effort:  # there is no way on from here: from the best rows, some steps at random
+            rows[:] = best_rows[:]
+            stall = 0
+            seed = _shake(offsets, rows, before, owners, limits, size, many, 2 + (seed >> 8) % 16, seed)
+
+
+def _best_move(
+    offsets: Ints,
+    rows: Ints,
+    seconds: Seconds,
+    before: Ints,
+    behind: Ints,
+    lags: Seconds,
+    owners: Ints,
+    starts: Seconds,
+    lanes: Ints,
+    clocks: Seconds,
+    moves: Ints,
+    tries: int,
+    left_bars: Ints,
+    right_bars: Ints,
+    turn: int,
+    best: float,
+    seed: int,
+) -> tuple[int, int]:
+    """Try the moves one after the other.
+
+    Returns:
+        The next seed and the move with the least makespan, any of equal ones, that is not barred or better than the
+        best; or −1.
+    """
+    chosen = -1
+    chosen_span = float("inf")
+    alike = 0
+    for number in range(tries):
+        source = moves[2 * number]
+        target = moves[2 * number + 1]
+        moved = rows[source]
+        _shift(rows, source, target)
+        span = _run(offsets, rows, seconds, before, behind, lags, owners, starts, lanes, clocks)
+        _shift(rows, target, source)
+        barred = (left_bars[moved] if target < source else right_bars[moved]) > turn
+        if span == float("inf") or (barred and span >= best):
+            continue
+        if chosen < 0 or span < chosen_span:
+            alike = 1
+            chosen = number
+            chosen_span = span
+        elif span == chosen_span:
+            alike += 1
+            seed = _next(seed)
+            if (seed >> 8) % alike == 0:
+                chosen = number
+    return seed, chosen
+
+
+def _next(seed: int) -> int:
+    """The next pseudo-random number; its higher bits are the better ones."""
+    return (seed * 1103515245 + 12345) & 0x7FFFFFFF
+
+
+def _shift(rows: Ints, source: int, target: int) -> None:
+    """Move the action at one place to another, past all between them."""
+    moved = rows[source]
+    step = 1 if target > source else -1
+    for at in range(source, target, step):
+        rows[at] = rows[at + step]
+    rows[target] = moved
+
+
+def _run(
+    offsets: Ints,
+    rows: Ints,
+    seconds: Seconds,
+    before: Ints,
+    behind: Ints,
+    lags: Seconds,
+    owners: Ints,
+    starts: Seconds,
+    lanes: Ints,
+    clocks: Seconds,
+) -> float:
+    """Start every action as soon as what it waits for is done; the makespan, infinite if the rows hang.
+
+    A rank goes on until it waits for another, which then wakes it. `lanes` holds for every rank the place where it is,
+    what it waits for (or −1), and the stack of the ranks that can go on.
+    """
+    ranks = len(clocks)
+    for action in range(len(starts)):
+        starts[action] = -1.0
+    for rank in range(ranks):
+        lanes[rank] = offsets[rank]
+        lanes[ranks + rank] = -1
+        lanes[2 * ranks + rank] = ranks - 1 - rank
+        clocks[rank] = 0.0
+    able = ranks
+    left = len(rows)
+    span = 0.0
+    while able > 0:
+        able -= 1
+        rank = lanes[2 * ranks + able]
+        begin = lanes[rank]
+        end = offsets[rank + 1]
+        clock = clocks[rank]
+        at = begin
+        while at < end:
+            action = rows[at]
+            needed = before[action]
+            if needed >= 0:
+                if starts[needed] < 0.0:
+                    lanes[ranks + rank] = needed
+                    break
+                clock = max(clock, starts[needed] + seconds[needed] + lags[action])
+            starts[action] = clock
+            clock += seconds[action]
+            at += 1
+            after = behind[action]
+            if after >= 0 and lanes[ranks + owners[after]] == action:
+                lanes[ranks + owners[after]] = -1
+                lanes[2 * ranks + able] = owners[after]
+                able += 1
+        lanes[rank] = at
+        left -= at - begin
+        clocks[rank] = clock
+        span = max(span, clock)
+    return span if left == 0 else float("inf")
+
+
+def _levels(offsets: Ints, rows: Ints, half: int, live: Ints) -> None:
+    """How many activations a rank keeps after the action at every place."""
+    for rank in range(len(offsets) - 1):
+        level = 0
+        for at in range(offsets[rank], offsets[rank + 1]):
+            level += 1 if rows[at] < half else (-1 if rows[at] >= 2 * half else 0)
+            live[at] = level
+
+
+def _tied(u: int, v: int, size: int, many: int) -> bool:
+    """Whether two actions keep their order whatever the times: of one stage, and of one kind or one micro-batch."""
+    return u // many % size == v // many % size and (u // (size * many) == v // (size * many) or u % many == v % many)
+
+
+def _shake(
+    offsets: Ints,
+    rows: Ints,
+    before: Ints,
+    owners: Ints,
+    limits: Ints,
+    size: int,
+    many: int,
+    times: int,
+    seed: int,
+) -> int:
+    """Swap neighbours at random so many times, within the memory; the next seed."""
+    half = size * many
+    left = times
+    for _ in range(1000 * times):  # there may be hardly any that can be swapped
+        if left == 0:
+            break
+        seed = _next(seed)
+        source = (seed >> 8) % len(rows)
+        seed = _next(seed)
+        rank = owners[rows[source]]
+        target = source + (1 if seed >> 16 & 1 else -1)
+        if target < offsets[rank] or target >= offsets[rank + 1]:
+            continue
+        first = min(source, target)
+        u = rows[first]
+        v = rows[first + 1]
+        left -= 1
+        if _tied(u, v, size, many) or before[v] == u:
+            continue
+        level = 0
+        for at in range(offsets[rank], first):
+            level += 1 if rows[at] < half else (-1 if rows[at] >= 2 * half else 0)
+        if v < half and level + 1 > limits[rank]:
+            continue
+        rows[first] = v
+        rows[first + 1] = u
+    return seed
+
+
+def _critical_path(
+    offsets: Ints,
+    rows: Ints,
+    seconds: Seconds,
+    before: Ints,
+    lags: Seconds,
+    owners: Ints,
+    starts: Seconds,
+    span: float,
+    seed: int,
+    place: Ints,
+    path: Ints,
+    joined: Ints,
+) -> tuple[int, int]:
+    """The places of one critical path, from its end, and whether each is in one block with the place before it.
+
+    Returns:
+        The next seed and the path's length.
+    """
+    for at in range(len(rows)):
+        place[rows[at]] = at
+    action = -1
+    alike = 0
+    for rank in range(len(offsets) - 1):
+        final = rows[offsets[rank + 1] - 1]
+        if starts[final] + seconds[final] == span:
+            alike += 1
+            seed = _next(seed)
+            if (seed >> 8) % alike == 0:
+                action = final
+    length = 0
+    while action >= 0:
+        at = place[action]
+        path[length] = at
+        start = starts[action]
+        left = -1
+        if at > offsets[owners[action]]:
+            left = rows[at - 1]
+            if starts[left] + seconds[left] != start:
+                left = -1
+        other = before[action]
+        if other >= 0 and starts[other] + seconds[other] + lags[action] != start:
+            other = -1
+        seed = _next(seed)
+        if left >= 0 and (other < 0 or seed >> 16 & 1):
+            joined[length] = 1
+            action = left
+        else:
+            joined[length] = 0
+            action = other
+        length += 1
+    return seed, length
+
+
+def _list_moves(
+    rows: Ints,
+    before: Ints,
+    owners: Ints,
+    limits: Ints,
+    live: Ints,
+    path: Ints,
+    joined: Ints,
+    length: int,
+    size: int,
+    many: int,
+    most: int,
+    seed: int,
+    moves: Ints,
+) -> tuple[int, int]:
+    """Moves of every action of a critical block within it, by one place and as far as may be: from where, to where.
+
+    Returns:
+        The next seed and the number of moves: all, or so many of them at random.
+    """
+    seen = 0
+    high = 0
+    for step_back in range(length):
+        if step_back == 0 or joined[step_back - 1] == 0:
+            high = path[step_back]
+        low = path[step_back]
+        if joined[step_back] == 1:
+            continue
+        for source in range(low, high + 1):
+            for step in range(-1, 2, 2):
+                end = low if step < 0 else high
+                goal = _farthest(rows, before, limits[owners[rows[source]]], live, source, end, step, size, many)
+                for which in range(2):
+                    target = goal if which == 0 else source + step
+                    if goal == source or (which == 1 and (target == goal or step > 0)):
+                        continue
+                    seen += 1
+                    slot = seen - 1
+                    if seen > most:
+                        seed = _next(seed)
+                        slot = (seed >> 8) % seen
+                    if slot < most:
+                        moves[2 * slot] = source
+                        moves[2 * slot + 1] = target
+    return seed, min(seen, most)
+
+
+def _farthest(
+    rows: Ints, before: Ints, limit: int, live: Ints, source: int, end: int, step: int, size: int, many: int
+) -> int:
+    """How far the action at a place may move towards the end of its block: what it is tied to, and memory, stop it."""
+    v = rows[source]
+    half = size * many
+    target = source
+    while target != end:
+        u = rows[target + step]
+        if _tied(u, v, size, many) or before[v] == u or before[u] == v:
+            break
+        if step < 0 and v < half and live[target - 1] + (1 if u >= 2 * half else 0) + 1 > limit:
+            break
+        if step > 0 and v >= 2 * half and live[target + 1] + 1 > limit:
+            break
+        target += step
+    return target
