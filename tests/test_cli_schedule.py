@@ -224,6 +224,15 @@ def test_check_reads_torch_csv_and_judges_it_on_a_transport(pipert_schedule, tmp
     assert pipert_schedule("check", tmp_path / "right.csv", "--transport", "rccl", "--group", "direction").code == 0
 
 
+@pytest.mark.parametrize("source", ["-", "/dev/stdin", "<(cat)"])
+def test_a_schedule_may_come_through_a_pipe(source: str) -> None:
+    words = f"{sys.executable} -m pipert schedule check {source} --transport mpi"
+    text = dumps(generate("zb-h1", 2, 3))
+    done = subprocess.run(["bash", "-c", words], input=text, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("safe: zb-h1, 2 ranks, 2 stages, 3 micro-batches, for mpi\n")
+
+
 def test_what_a_file_has_that_is_left_out_is_told_on_standard_error(pipert_schedule, tmp_path: Path) -> None:
     (tmp_path / "file.csv").write_text("0UNSHARD,0F0,0B0,0REDUCE_GRAD\n")
     done = pipert_schedule("check", tmp_path / "file.csv")
@@ -360,7 +369,7 @@ def test_a_file_that_the_system_does_not_give_ends_with_2_not_with_the_code_of_a
         raise PermissionError(13, "Permission denied")
 
     (tmp_path / "mine.txt").write_text("pipert-schedule 1\n")
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     done = pipert_schedule(command, tmp_path / "mine.txt")
     assert done.code == 2
     assert re.search(r"FormatError: .*mine.txt cannot be read \(Permission denied\)", done.err)

@@ -14,8 +14,9 @@ from typing import Annotated, TypeVar
 import typer
 
 from pipert.scheduler.errors import FormatError, LayoutError
-from pipert.scheduler.formats.files import check_format
+from pipert.scheduler.formats.files import MOST_BYTES, check_format, decode
 from pipert.scheduler.formats.files import read as read_file
+from pipert.scheduler.formats.imported import Imported
 from pipert.scheduler.generators.registry import GENERATORS, generate
 from pipert.scheduler.lower import lower
 from pipert.scheduler.program import Program
@@ -26,7 +27,9 @@ from pipert.scheduler.transports import transport as named_transport
 
 Number = TypeVar("Number", int, float)
 
-Source = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A schedule's name (pipert schedule list) or a file.")]
+Source = Annotated[
+    str, typer.Argument(metavar="NAME|FILE", help="A schedule's name (pipert schedule list), a file, or -.")
+]
 Ranks = Annotated[int, typer.Option("--ranks", help="Pipeline ranks of a schedule made by name.")]
 Microbatches = Annotated[int, typer.Option("--microbatches", help="Its micro-batches.")]
 Chunks = Annotated[int, typer.Option("--chunks", help="Its stages a rank.")]
@@ -63,10 +66,7 @@ def read(
     check_format(format)
     if source in GENERATORS:
         return generate(source, ranks, microbatches, chunks, group_size)
-    try:
-        imported = read_file(source, format, semantics or NCCL_PAIR) if Path(source).is_file() else None
-    except OSError as error:
-        raise FormatError(f"{source} cannot be read ({error.strerror}); name a file that can") from error
+    imported = _from_file(source, format, semantics or NCCL_PAIR)
     if imported is not None:
         for notice in imported.notices:
             typer.echo(notice, err=True)
@@ -74,6 +74,16 @@ def read(
     near = get_close_matches(source.lower(), GENERATORS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"the names are {', '.join(GENERATORS)}"
     raise LayoutError(f"{source} is neither a schedule's name nor a file; {hint}")
+
+
+def _from_file(source: str, format: str, semantics: Semantics) -> Imported | None:
+    """What a file, a pipe, or for ``-`` the standard input holds; None if there is nothing of that name."""
+    try:
+        if source == "-":
+            return decode(sys.stdin.buffer.read(MOST_BYTES + 1), format, source="standard input", semantics=semantics)
+        return read_file(source, format, semantics) if Path(source).exists() else None
+    except OSError as error:
+        raise FormatError(f"{source} cannot be read ({error.strerror}); name a file that can") from error
 
 
 def is_cut(source: str) -> bool:

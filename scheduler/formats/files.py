@@ -13,12 +13,15 @@ from pipert.scheduler.semantics import NCCL_PAIR, Semantics
 #: The formats by name.
 FORMATS = ("pipert", "torch", "deepspeed", "megatron")
 
+#: A file is refused beyond this: 1 GiB is over a hundred million actions.
+MOST_BYTES = 1 << 30
+
 #: What the first line that says something looks like, in the order in which they are tried.
 _SIGNS = {
     "pipert": re.compile(r"pipert-(schedule|program)\b"),
-    "megatron": re.compile(r"(ranks|warmup)\s+\d"),
-    "deepspeed": re.compile(r"(rank|stage)\s+\d+\s*:"),
-    "torch": re.compile(r"\s*,|\(?\d+[A-Z]"),
+    "megatron": re.compile(r"(ranks|warmup)\s*[:=]?\s*\d|(virtual_)?microbatch_id\s*\|"),
+    "deepspeed": re.compile(r"(rank|stage|stage_id)\s*=?\s*\d+\s*(:|$)", re.IGNORECASE),
+    "torch": re.compile(r"\s*,|\"?\(?\d+[A-Z]"),
 }
 
 
@@ -26,7 +29,7 @@ def read(path: str | Path, format: str = "auto", semantics: Semantics = NCCL_PAI
     """Read a schedule or program.
 
     Args:
-        path: the file.
+        path: the file, or a named pipe.
         format: one of `FORMATS`, or ``auto`` to tell it by the first line.
         semantics: the transport of a program whose format names none.
 
@@ -34,16 +37,40 @@ def read(path: str | Path, format: str = "auto", semantics: Semantics = NCCL_PAI
         FormatError: no format of that name, or the file is not written in it; the message says where.
         OSError: there is no such file.
     """
+    path = Path(path)
+    with path.open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    name = path.stem if path.is_file() else ""  # a pipe has a number instead
+    return decode(content, format, source=str(path), name=name, semantics=semantics)
+
+
+def decode(
+    content: bytes, format: str = "auto", *, source: str, name: str = "", semantics: Semantics = NCCL_PAIR
+) -> Imported:
+    """Read what a file or a pipe gave; see `read`.
+
+    Args:
+        content: the bytes of a UTF-8 text.
+        format: one of `FORMATS`, or ``auto``.
+        source: what to call the file in errors.
+        name: as for `loads`.
+        semantics: as for `read`.
+
+    Raises:
+        FormatError: as for `read`.
+    """
+    if len(content) > MOST_BYTES:
+        raise FormatError(f"{source} has more than {MOST_BYTES >> 20} MiB; give a smaller one")
     try:
-        content = Path(path).read_text(encoding="utf-8-sig")  # spreadsheets and some editors begin a file with a mark
+        text = content.decode("utf-8-sig")  # spreadsheets and some editors begin a file with a mark
     except UnicodeDecodeError as error:
         raise FormatError(
-            f"{path} is no UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
+            f"{source} is no UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
         ) from error
     try:
-        return loads(content, format, name=Path(path).stem, semantics=semantics)
+        return loads(text, format, name=name, semantics=semantics)
     except FormatError as error:
-        raise FormatError(f"{path}, {error}") from error
+        raise FormatError(f"{source}, {error}") from error
 
 
 def loads(content: str, format: str = "auto", *, name: str = "", semantics: Semantics = NCCL_PAIR) -> Imported:

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipert.scheduler.action import Action
+import numpy as np
+
 from pipert.scheduler.errors import FormatError, LayoutError
 from pipert.scheduler.placement import Placement
 from pipert.scheduler.program import Program
@@ -34,7 +35,7 @@ def notice(left_out: Counter[str], reason: str) -> tuple[str, ...]:
     return (f"left out: {counts}; {reason}",) if counts else ()
 
 
-def assembled(name: str, rows: Sequence[Sequence[Action]], semantics: Semantics) -> Schedule | Program:
+def assembled(name: str, rows: Sequence[ActionRow], semantics: Semantics) -> Schedule | Program:
     """A schedule if all actions compute, else a program for `semantics`.
 
     A stage belongs to the rank that has most of its actions; the number of micro-batches is the highest plus one.
@@ -54,17 +55,16 @@ def assembled(name: str, rows: Sequence[Sequence[Action]], semantics: Semantics)
         raise FormatError(f"a row without a stage of its own: {error}") from error
     if len(rows) != placement.num_ranks:
         raise FormatError(f"{len(rows)} rows, but only {placement.num_ranks} ranks own a stage; leave out the others")
-    microbatches = 1 + max(action.microbatch for row in rows for action in row)
-    packed = tuple(map(ActionRow, rows))
-    schedule = Schedule(name, placement, microbatches, tuple(row.computations() for row in packed))
-    return schedule if schedule.rows == packed else Program(schedule, semantics, packed)
+    microbatches = 1 + max(int(row.microbatches.max(initial=0)) for row in rows)
+    schedule = Schedule(name, placement, microbatches, tuple(row.computations() for row in rows))
+    return schedule if schedule.rows == tuple(rows) else Program(schedule, semantics, tuple(rows))
 
 
-def _owners(rows: Sequence[Sequence[Action]]) -> dict[int, int]:
+def _owners(rows: Sequence[ActionRow]) -> dict[int, int]:
     """The rank of every stage; where ranks have equally many of its actions, that with the fewest stages."""
-    counts = [Counter(action.stage for action in row) for row in rows]
-    owners: dict[int, int] = {}
-    for stage in set().union(*counts):
-        claims = {rank: (-count[stage], len(count)) for rank, count in enumerate(counts) if stage in count}
-        owners[stage] = min(claims, key=claims.__getitem__)
-    return owners
+    claims: dict[int, list[tuple[int, int, int]]] = {}
+    for rank, row in enumerate(rows):
+        stages, counts = np.unique(row.stages, return_counts=True)
+        for stage, count in zip(stages.tolist(), counts.tolist(), strict=True):
+            claims.setdefault(stage, []).append((-count, len(stages), rank))
+    return {stage: min(claimed)[2] for stage, claimed in claims.items()}

@@ -3,13 +3,13 @@
 ::
 
     file         = { rank { instruction } }
-    rank         = ( "rank" | "stage" ) number ":"             one stage a rank, so the two are the same
+    rank         = ( "rank" | "stage" | "stage_id" ) [ "=" ] number [ ":" ]      one stage a rank: they are the same
     instruction  = name "(" [ [ "buffer_id=" ] number ] ")"
     name         = "LoadMicroBatch" | "ForwardPass" | "BackwardPass"
                  | "SendActivation" | "RecvActivation" | "SendGrad" | "RecvGrad"
                  | "ReduceTiedGrads" | "ReduceGrads" | "OptimizerStep"
 
-White space, commas and brackets between instructions mean nothing (so a printed Python list of instructions can be
+White space, commas, brackets and ``step 3:`` between instructions mean nothing (so a printed Python list of them can be
 pasted), and ``#`` begins a comment.
 
 Instructions name buffers, not micro-batches. A buffer's micro-batch is the one that was last loaded into it
@@ -25,6 +25,7 @@ from collections import Counter
 from pipert.scheduler.action import Action, Kind
 from pipert.scheduler.errors import FormatError
 from pipert.scheduler.formats.imported import Imported, assembled, notice
+from pipert.scheduler.row import ActionRow
 from pipert.scheduler.semantics import NCCL_PAIR, Semantics
 
 #: The instructions that become actions of the buffer's micro-batch.
@@ -40,7 +41,9 @@ ACTIONS: dict[str, Kind] = {
 LEFT_OUT = ("ReduceTiedGrads", "OptimizerStep")
 
 _WORD = re.compile(
-    r"\s*(?:(?:rank|stage)\s+(?P<rank>\d{1,9})\s*:|(?P<name>\w+)\s*\((?P<buffer>[^()]*)\)|[\s,\[\]]+)", re.ASCII
+    r"\s*(?:(?i:rank|stage|stage_id)\s*=?\s*(?P<rank>\d{1,9})\s*:?|(?P<name>[A-Za-z_]\w*)\s*\((?P<buffer>[^()]*)\)"
+    r"|(?i:step)\s*\d+\s*:|[\s,\[\]]+)",
+    re.ASCII,
 )
 _BUFFER = re.compile(r"(?:buffer_id\s*=\s*)?(\d{1,9})", re.ASCII)
 
@@ -101,7 +104,7 @@ def loads(text: str, *, name: str = "deepspeed", semantics: Semantics = NCCL_PAI
     absent = set(range(len(stages))) - stages.keys()
     if absent:
         raise FormatError(f"no rank {min(absent)} among {len(stages)}; number the ranks from 0 without gaps")
-    rows = [stages[number].actions for number in sorted(stages)]
+    rows = [ActionRow(stages[number].actions) for number in sorted(stages)]
     return Imported(assembled(name, rows, semantics), notice(left_out, "they are no part of a schedule"))
 
 

@@ -2,8 +2,12 @@
 
 ::
 
-    file   = { "ranks" number | "warmup" number { number } | pair }
+    file   = { "ranks" number | "warmup" number { number } | pair | column }
     pair   = number number                 micro-batch and model chunk, in brackets and with commas or without
+    column = ( "microbatch_id" | "model_chunk_id" | "virtual_microbatch_id" ) "|" number { number }
+
+The columns are the two halves of the pairs, as Megatron's comments draw them. A ``:`` or ``=`` may stand behind the
+first two words, and ``schedule_table =`` before the pairs.
 
 All ranks do the forwards of their own chunks in the table's order, and the backwards in the same order with the chunks
 reversed. Rank r of p does ``warmup`` forwards, then forward and backward in turn. Left out, the warm-up is Megatron's:
@@ -26,6 +30,9 @@ from pipert.scheduler.row import distinct, pack
 from pipert.scheduler.schedule import Schedule
 
 _NUMBERS = re.compile(r"[\d\s,()\[\]]*", re.ASCII)
+_FIELD = re.compile(
+    r"(ranks|warmup)\b\s*[:=]?|(?:(schedule_table)\s*=)|((?:virtual_)?microbatch_id|model_chunk_id)\s*\|", re.ASCII
+)
 
 
 def from_table(
@@ -80,13 +87,13 @@ def loads(text: str, *, name: str = "megatron") -> Imported:
     fields: dict[str, list[int]] = {}
     for line, words in enumerate(text.splitlines(), 1):
         said = words.partition("#")[0].strip()
-        keyword = said.split(maxsplit=1)[0] if said else ""
-        rest = said.removeprefix(keyword) if keyword in ("ranks", "warmup") else said
+        match = _FIELD.match(said)
+        rest = said[match.end() :] if match else said
         if not _NUMBERS.fullmatch(rest):
             raise FormatError(f"line {line}: {said[:40]!r} is no pair; write micro-batch and chunk, as in (0, 1)")
         numbers = [int(number) for number in re.findall(r"\d{1,9}", rest)]
-        if rest is not said:
-            fields[keyword] = numbers
+        if match and not match[2]:
+            fields[match[1] or match[3]] = numbers
         elif len(numbers) % 2:
             raise FormatError(f"line {line}: {len(numbers)} numbers; each pair has two, micro-batch and chunk")
         else:
@@ -94,5 +101,8 @@ def loads(text: str, *, name: str = "megatron") -> Imported:
     ranks = fields.get("ranks", [])
     if len(ranks) != 1:
         raise FormatError("the table says not for how many ranks it is; add a line 'ranks 4'")
-    table = list(zip(pairs[0::2], pairs[1::2], strict=True))
+    batches, chunks = (fields.get(column, []) for column in ("microbatch_id", "model_chunk_id"))
+    if len(batches) != len(chunks):
+        raise FormatError(f"{len(batches)} micro-batches and {len(chunks)} chunks; give as many of one as of the other")
+    table = [*zip(pairs[0::2], pairs[1::2], strict=True), *zip(batches, chunks, strict=True)]
     return Imported(from_table(table, ranks[0], fields.get("warmup"), name=name))

@@ -11,12 +11,14 @@ import numpy as np
 from pipert.scheduler.action import MAX_STAGES, MICROBATCH_MASK, Action, Kind
 from pipert.scheduler.errors import ActionError, FormatError
 from pipert.scheduler.program import Span
-from pipert.scheduler.row import ActionRow, pack
+from pipert.scheduler.row import ActionRow, Codes, pack
 
 _ACTION = re.compile(r"(\d{1,12})([A-Z](?:[A-Z_]*[A-Z])?)(\d{0,12})", re.ASCII)
 _KINDS = {kind.name: int(kind) for kind in Kind}
 _NUMBERED = np.array([kind.has_microbatch for kind in Kind])
 _BRACES = ("{", "}")
+#: Words that are read at a time: enough to be fast, few enough to need little memory.
+_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -58,18 +60,35 @@ def read_row(line: int, text: str) -> Row:
 
 def _actions(line: int, words: list[str]) -> ActionRow:
     """Read all actions at once; if one is wrong, say which."""
-    parts = _ACTION.findall(" ".join(words))
-    if sum(map(len, map("".join, parts))) == sum(map(len, words)) and len(parts) == len(words):
-        stages = np.array([int(stage) for stage, _, _ in parts], dtype=np.int64)
-        kinds = np.array([_KINDS.get(kind, -1) for _, kind, _ in parts], dtype=np.int64)
-        numbers = np.array([int(number or -1) for _, _, number in parts], dtype=np.int64)
-        right = (kinds >= 0) & (_NUMBERED[kinds] == (numbers >= 0))
-        right &= (stages < MAX_STAGES) & (numbers <= MICROBATCH_MASK)
-        if right.all():
-            return ActionRow.from_codes(pack(stages, kinds, np.maximum(numbers, 0)))
+    row = packed(words)
+    if row is not None:
+        return row
     for place, word in enumerate(words):
         try:
             Action.parse(word)
         except ActionError as error:
             raise FormatError(f"line {line}, action {place}: {error}") from error
     raise AssertionError(f"line {line} is wrong although each of its actions is right")
+
+
+def packed(words: list[str]) -> ActionRow | None:
+    """What `Action.parse` reads from each word, all at once; None if it refuses one."""
+    blocks = [np.empty(0, dtype=np.int64)]
+    for begin in range(0, len(words), _BLOCK):
+        codes = _codes(words[begin : begin + _BLOCK])
+        if codes is None:
+            return None
+        blocks.append(codes)
+    return ActionRow.from_codes(np.concatenate(blocks))
+
+
+def _codes(words: list[str]) -> Codes | None:
+    text = " ".join(words)
+    parts = _ACTION.findall(text)
+    if len(parts) != len(words) or sum(map(len, map("".join, parts))) + len(words) - 1 != len(text):
+        return None
+    stages = np.array([int(stage) for stage, _, _ in parts], dtype=np.int64)
+    kinds = np.array([_KINDS.get(kind, -1) for _, kind, _ in parts], dtype=np.int64)
+    numbers = np.array([int(number or -1) for _, _, number in parts], dtype=np.int64)
+    right = (kinds >= 0) & (_NUMBERED[kinds] == (numbers >= 0)) & (stages < MAX_STAGES) & (numbers <= MICROBATCH_MASK)
+    return pack(stages, kinds, np.maximum(numbers, 0)) if right.all() else None

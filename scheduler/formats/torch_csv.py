@@ -19,10 +19,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
+
 from pipert.scheduler.action import Action, Kind
 from pipert.scheduler.errors import ActionError, FormatError
 from pipert.scheduler.formats.imported import Imported, assembled, notice
+from pipert.scheduler.formats.rows import packed
 from pipert.scheduler.program import Program
+from pipert.scheduler.row import ActionRow
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.semantics import NCCL_PAIR, Semantics
 
@@ -52,10 +56,7 @@ def loads(text: str, *, name: str = "torch", semantics: Semantics = NCCL_PAIR) -
     older = _OLDER[1][0].search(text)
     for spelling, now in _OLDER if older else ():
         text = spelling.sub(now, text)
-    rows = [
-        [action for place, cell in enumerate(cells) for action in _actions(cell.strip(), line, place, left_out)]
-        for line, cells in enumerate(_cells(text), 1)
-    ]
+    rows = [_row(cells, line, left_out) for line, cells in enumerate(_cells(text), 1)]
     notices = notice(left_out, "sharding is no part of a schedule")
     if older:
         notices += ("there is a BW, so this is read as older torch's: BW is the whole backward, B its input half",)
@@ -71,11 +72,10 @@ def dumps(value: Schedule | Program) -> str:
     if isinstance(value, Program) and value.groups:
         raise FormatError("torch's CSV has no groups; lower the schedule for a transport without them")
     for rank, row in enumerate(value.rows):
-        for action in row:
-            if action.kind not in _KINDS:
-                raise FormatError(
-                    f"rank {rank}: torch's CSV has no {action.kind.name}; lower without sizes, reduce and ties"
-                )
+        foreign = np.flatnonzero(~np.isin(row.kinds, _KINDS))
+        if len(foreign):
+            kind = row[int(foreign[0])].kind.name
+            raise FormatError(f"rank {rank}: torch's CSV has no {kind}; lower without sizes, reduce and ties")
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(row.words() for row in value.rows)
     return out.getvalue()
@@ -89,15 +89,24 @@ def _cells(text: str) -> list[list[str]]:
         raise FormatError(f"this is no CSV ({error}); write a row of actions for each rank") from error
 
 
-def _actions(cell: str, line: int, place: int, left_out: Counter[str]) -> Iterator[Action]:
-    """The actions of one cell."""
-    overlapped = _OVERLAP.fullmatch(cell)
-    for word in overlapped[1].split(";") if overlapped else [cell]:
-        sharding = _SHARDING.fullmatch(word.strip())
+def _row(cells: list[str], line: int, left_out: Counter[str]) -> ActionRow:
+    """The actions of one row."""
+    words = [(word, place) for place, cell in enumerate(cells) for word in _words(cell.strip(), left_out)]
+    row = packed([word for word, _ in words])
+    if row is not None and np.isin(row.kinds, _KINDS).all():
+        return row
+    return ActionRow(_action(word, line, place) for word, place in words)  # which says what is wrong
+
+
+def _words(cell: str, left_out: Counter[str]) -> Iterator[str]:
+    """The actions of one cell, as they are spelled."""
+    overlapped = _OVERLAP.fullmatch(cell) if cell.startswith("(") else None
+    for word in map(str.strip, overlapped[1].split(";")) if overlapped else (cell,):
+        sharding = _SHARDING.fullmatch(word) if "R" in word else None
         if sharding:
             left_out[sharding[1]] += 1
-        elif word.strip():
-            yield _action(word.strip(), line, place)
+        elif word:
+            yield word
 
 
 def _action(word: str, line: int, place: int) -> Action:

@@ -41,6 +41,23 @@ def test_torch_csv_of_a_program_round_trips(schedule: Schedule, semantics: Seman
     assert read == (program if any(row.kinds.max() > Kind.W for row in program.rows) else schedule)
 
 
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("content", ["compute_only", "compute_comms"])
+def test_the_file_that_torch_writes_is_read_and_the_one_written_here_is_read_by_torch(
+    name: str, content: str, tmp_path: Path
+) -> None:
+    theirs, ours = tmp_path / "theirs.csv", tmp_path / "ours.csv"
+    make(name, 2, 6)._dump_csv(theirs, content)
+    read = files.read(theirs).value
+    assert isinstance(read, Program) == (content == "compute_comms")
+    ours.write_text(torch_csv.dumps(read))
+    assert files.read(ours).value.rows == read.rows
+    reader = make(name, 2, 6)
+    reader._load_csv(ours, content)
+    theirs_again = torch_csv.loads(as_csv(reader.pipeline_order_with_comms)).value
+    assert [row.computations() for row in theirs_again.rows] == [row.computations() for row in read.rows]
+
+
 def test_cells_of_torch_csv_mean_what_they_say() -> None:
     text = "0F0,0F1,,0SEND_F0,(0F2;0B0)OVERLAP_F_B,0UNSHARD,0I1,0W1,0RESHARD,0B2,0REDUCE_GRAD\n1RECV_F0, 1F0 ,1B0\n"
     read = torch_csv.loads(text, name="mine")
@@ -179,6 +196,17 @@ def test_a_buffer_overwritten_too_early_is_found() -> None:
     assert any("0B0" in str(fault) or fault.rule == "completeness" for fault in proof.faults)
 
 
+@pytest.mark.parametrize("rank", ["rank {}:", "Rank {} :", "stage {}:", "stage_id={}", "rank{}: step 7:"])
+def test_an_instruction_stream_may_be_pasted_as_it_was_printed(rank: str) -> None:
+    steps = (
+        "[LoadMicroBatch(buffer_id=0), ForwardPass(buffer_id=0)], [SendActivation(buffer_id=0)]",
+        "[], [OptimizerStep()]",
+    )
+    text = "\n".join(f"{rank.format(stage)}\n[{step}]" for stage, step in enumerate(steps))
+    text += ", [RecvActivation(buffer_id=1), ForwardPass(buffer_id=1)]"
+    assert [str(row) for row in files.loads(text).value.rows] == ["0F0 0SEND_F0", "1RECV_F0 1F0"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -221,6 +249,9 @@ def test_a_table_is_read_with_or_without_brackets_and_with_its_own_warm_up() -> 
     plain = megatron.loads("ranks 2\n0 0\n1 0\n0 1\n1 1\n").value
     assert plain == megatron.loads("# mine\nranks 2\n[(0, 0), (1, 0),\n (0, 1), (1, 1)]").value
     assert plain.rows == interleaved(2, 2, 2).rows
+    listed = files.loads("ranks = 2\nschedule_table = [(0, 0), (1, 0), (0, 1), (1, 1)]").value
+    drawn = "virtual_microbatch_id | 0 1 2 3\nmicrobatch_id | 0 1 0 1\nmodel_chunk_id | 0 0 1 1\nranks: 2"
+    assert files.loads(drawn).value == listed == plain
     all_forwards = megatron.loads("ranks 2\nwarmup 3, 3\n0 0\n1 0\n2 0").value
     assert all_forwards.rows == gpipe(2, 3).rows
 
@@ -232,6 +263,7 @@ def test_a_table_is_read_with_or_without_brackets_and_with_its_own_warm_up() -> 
         ("ranks 2\n0 0\n1", "line 3: 1 numbers; each pair has two"),
         ("ranks 2\nzero 0", "line 2: 'zero 0' is no pair"),
         ("ranks 2", "the table has no entry"),
+        ("ranks 2\nmicrobatch_id | 0 1\nmodel_chunk_id | 0", "2 micro-batches and 1 chunks; give as many"),
         ("ranks 2\nwarmup 1\n0 0", "warmup has 1 numbers for 2 ranks"),
     ],
 )
@@ -299,9 +331,18 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(FormatError, match="is no UTF-8 text"):
         files.read(path)
-    path.write_text("0F0,0B0\n")
+    path.write_text('"0F0","0B0"\r\n', encoding="utf-8-sig")
+    assert str(files.read(path).value.rows[0]) == "0F0 0B0"
     with pytest.raises(FormatError, match="no format is called 'torchh'; there are auto, pipert, torch, deepspeed"):
         files.read(path, "torchh")
+
+
+def test_more_than_a_schedule_can_be_is_refused_before_it_is_read(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(files, "MOST_BYTES", 1 << 20)
+    with pytest.raises(FormatError, match=r"^big has more than 1 MiB; give a smaller one$"):
+        files.decode(b"#" * (1 << 20) + b"#", source="big")
+    with pytest.raises(FormatError, match=r"^/dev/zero has more than 1 MiB"):
+        files.read("/dev/zero")
 
 
 def test_an_unknown_first_line_is_refused_with_what_pipert_expects(tmp_path: Path) -> None:
