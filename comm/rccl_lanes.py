@@ -16,10 +16,10 @@ from pipert.comm.rccl_streams import Stream, make_stream, on_device
 class Lane:
     """A communicator and its stream. Operations run in the order in which they are started, one after another."""
 
-    def __init__(self, library: Library, comm: Any, device: torch.device) -> None:
-        """Own a communicator that may still be in the making."""
+    def __init__(self, library: Library, place: Any, device: torch.device) -> None:
+        """Own a communicator that may still be in the making; ``place`` is where the library puts its handle."""
         self.library, self.device = library, device
-        self._comm = comm
+        self._place = place
         self._stream: Stream | None = None
 
     @property
@@ -29,9 +29,14 @@ class Lane:
         Raises:
             TransportError: it is gone.
         """
-        if self._comm is None:
+        if self._place is None:
             raise TransportError("an RCCL communicator is used after it was closed, or ended because the job failed")
-        return self._comm
+        return self._place[0]
+
+    @property
+    def made(self) -> bool:
+        """Whether the communicator has its handle; if so it may still have to get ready."""
+        return bool(self.comm != self.library.ffi.NULL)
 
     @property
     def stream(self) -> Stream:
@@ -46,9 +51,9 @@ class Lane:
 
     def close(self, how: str = "ncclCommDestroy") -> None:
         """Give the communicator back; with ``ncclCommAbort`` also end what can never be complete. Idempotent."""
-        comm, self._comm = self._comm, None
-        if comm is not None:
-            getattr(self.library.functions, how)(comm)
+        place, self._place = self._place, None
+        if place is not None and place[0] != self.library.ffi.NULL:
+            getattr(self.library.functions, how)(place[0])
 
 
 class RcclRequest:
@@ -109,14 +114,17 @@ class Operation:
 
 
 class Settling:
-    """What goes on in the background of lanes, as a request: communicators being made, operations being started."""
+    """What goes on in the background of lanes, as a request: communicators being made, operations being started.
+
+    A lane's part comes behind it: until the lane is ready, its part has no handle.
+    """
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._lanes = lanes
 
     def test(self) -> bool:
         """Whether it is over. Raises what went wrong there."""
-        return all(lane.library.ready(lane.comm) for lane in self._lanes)
+        return all(lane.made and lane.library.ready(lane.comm) for lane in self._lanes)
 
 
 def launch(operations: Sequence[Operation], settle: Callable[[Sequence[Lane]], None]) -> None:

@@ -99,11 +99,13 @@ class Library:
         # proof of an order knows about. Read when a communicator is made.
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         try:
-            self.functions: Any = self.ffi.dlopen(path)
+            # Never unloaded: it has threads of its own.
+            self.functions: Any = self.ffi.dlopen(path, self.ffi.RTLD_NOW | self.ffi.RTLD_NODELETE)
         except OSError as error:
             raise TransportError(
                 f"the RCCL library {path} cannot be loaded: {error}; correct or unset PIPERT_RCCL"
             ) from error
+        self._places: list[Any] = []
         self.version = self._version()
         if self.version < OLDEST or not self.has("ncclCommSplit"):
             have, need = (".".join(map(str, version)) for version in (self.version, OLDEST))
@@ -191,8 +193,11 @@ class Library:
             ranks: how many there will be.
             identity: of `unique_id`, the same on every rank.
             rank: this one.
+
+        Returns:
+            Where its handle is or will be.
         """
-        result = self.ffi.new("ncclComm_t *")
+        result = self._place()
         value = self.ffi.new("ncclUniqueId *")
         self.ffi.buffer(value)[:] = identity
         config = self.ffi.new("ncclConfig_t *")
@@ -203,11 +208,20 @@ class Library:
         self.call(
             "ncclCommInitRankConfig", result, ranks, value[0], rank, config, doing=f"rank {rank} of {ranks} joining"
         )
-        return result[0]
+        return result
+
+    def _place(self) -> Any:
+        """For a handle. Never freed: the library writes there in the background, even where making it has failed."""
+        self._places.append(self.ffi.new("ncclComm_t *"))
+        return self._places[-1]
 
     def split(self, comm: Any, color: int | None, key: int) -> Any:
-        """Start making the part of a communicator with one color; None without one. See `ready`, of both."""
-        result = self.ffi.new("ncclComm_t *")
+        """Start making the part of a communicator with one color; None without one. See `ready`, of both.
+
+        Returns:
+            As `init`. NCCL and RCCL write the handle there when the whole communicator is ready again, not before.
+        """
+        result = self._place()
         number = self.functions.NCCL_SPLIT_NOCOLOR if color is None else color
         self.call("ncclCommSplit", comm, number, key, result, self.ffi.NULL)
-        return None if color is None else result[0]
+        return None if color is None else result

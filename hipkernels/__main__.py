@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pipert.hipkernels.build import build, cache_folder, library_path
+from pipert.hipkernels.build import build, library_path
 from pipert.hipkernels.errors import KernelError
 from pipert.hipkernels.targets import find_target
 
@@ -18,7 +18,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name, text in (("build", "compile a library unless it is there"), ("path", "where a library is or would be")):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--target", default="host", help="host, gfx90a,gfx942 or sm_80,sm_90 (default: host)")
-        command.add_argument("--folder", type=Path, help=f"where libraries are kept (default: {cache_folder()})")
+        command.add_argument(
+            "--folder", type=Path, help="where libraries are kept (default: PIPERT_CACHE or ~/.cache/pipert)"
+        )
     options = parser.parse_args(arguments)
     try:
         target = find_target(options.target)

@@ -1,7 +1,8 @@
 """Find, load and call the kernels' library.
 
 The environment variable ``PIPERT_KERNELS`` chooses: ``auto`` (default) uses the kernels where there are any and torch
-where there are none, saying so in one line; ``reference`` always uses torch; ``required`` raises instead.
+where there are none, which the first rank of a job says in one line; ``reference`` always uses torch; ``required``
+raises instead.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ MODES = ("auto", "reference", "required")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Elements from which on work is shared out among CPU threads; torch's own limit.
 LEAST_SHARED = 1 << 15
+#: Where launchers (MPICH, Open MPI, PMIx, Slurm, torchrun) tell a process its rank.
+_RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID", "RANK")
 _REASONS = {
     1: "a dtype that this kernel does not take",
     2: "an impossible size",
@@ -69,7 +72,9 @@ class Library:
         try:
             self._functions: Any = self._ffi.dlopen(str(path))
         except OSError as error:
-            raise KernelBuildError(f"the kernels' library {path} cannot be loaded: {error}") from error
+            raise KernelBuildError(
+                f"the kernels' library {path} cannot be loaded: {error}; delete it to have it built again"
+            ) from error
         if self._functions.pipert_abi() != self._functions.PIPERT_KERNELS_ABI:
             raise KernelBuildError(f"{path} was built from other sources; delete it")
         #: Columns of the longest rows whose columns can be summed; 0: no limit.
@@ -253,8 +258,14 @@ def _load(target: str) -> Library | str:
         path = build(find_target(target))
         return Library(path, "cpu" if target == "host" else "cuda")
     except KernelError as error:
-        logger.warning("no kernels for %s, using torch instead: %s", target, str(error).splitlines()[0])
+        level = logging.WARNING if _is_first_rank() else logging.INFO
+        logger.log(level, "no kernels for %s, using torch instead: %s", target, str(error).splitlines()[0])
         return str(error)
+
+
+def _is_first_rank() -> bool:
+    """Whether this process speaks for its job, as far as the launcher has said which one it is."""
+    return next((value for name in _RANKS if (value := os.environ.get(name))), "0") == "0"
 
 
 @functools.cache

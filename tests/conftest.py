@@ -1,4 +1,4 @@
-"""What all tests share: one thread a process, and hypothesis profiles."""
+"""What all tests share: one thread a process, warnings of compilers are errors, and hypothesis profiles."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from hypothesis import HealthCheck, settings
 # Before torch or numba is imported, here and in the processes that tests start: two tests at a time share two cores.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ[variable] = "1"
+
+# Sources of kernels compile without a warning.
+os.environ["PIPERT_KERNEL_WARNINGS"] = "error"
 
 # Timings on shared machines say nothing about an example, so there is no deadline for one; pytest-timeout ends hangs.
 settings.register_profile("dev", deadline=None, print_blob=True)

@@ -85,6 +85,7 @@ def test_the_wheel_holds_kernel_sources_and_types_marker_but_no_caches(builds: B
     assert {
         "pipert/hipkernels/csrc/probe.hip",
         "pipert/hipkernels/csrc/probe.h",
+        "pipert/comm/rccl.h",
         "pipert/py.typed",
     } <= names
     assert not [name for name in names if "__pycache__" in name or name.endswith((".nbi", ".nbc", ".pyc", ".so"))]

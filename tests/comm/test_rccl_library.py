@@ -46,7 +46,7 @@ class Ranks:
         self.library = library
         self._kept: list[Any] = []  # the tensors: operations go on in the background
         self.functions = library.functions
-        self.comms = [library.init(count, identity, rank) for rank in range(count)]
+        self.comms = [library.init(count, identity, rank)[0] for rank in range(count)]
         assert until(self.ready)
         self.streams = [self.functions.pipertStreamCreate() for _ in self.comms]
 
@@ -169,7 +169,7 @@ def test_the_binding_fits_the_real_library() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(RcclError) as caught:
             comm = library.init(1, library.unique_id(), 0)
-            until(lambda: library.ready(comm))
+            until(lambda: library.ready(comm[0]))
         assert caught.value.result == "ncclUnhandledCudaError", caught.value
 
 
@@ -288,11 +288,11 @@ def test_communicators_divide_by_color_and_key(library: Library) -> None:
     parts = [library.split(comm, colors[rank], keys[rank]) for rank, comm in enumerate(ranks.comms)]
     assert parts[3] is None
     there = [part for part in parts if part is not None]
-    assert until(lambda: ranks.ready() and all(library.ready(part) for part in there))
+    assert until(ranks.ready) and all(library.ready(part[0]) for part in there)
     whole = torch.zeros(3, 3, dtype=torch.int32)
     for place, rank in enumerate([4, 2, 0]):  # by key
         own = torch.tensor([rank], dtype=torch.int32)
-        ranks.comms[rank] = parts[rank]
+        ranks.comms[rank] = parts[rank][0]
         ranks.call("ncclAllGather", rank, own, whole[place], 1, ranks.functions.ncclInt32)
     assert until(ranks.all_over)
     assert whole.tolist() == [[4, 2, 0]] * 3
@@ -319,3 +319,14 @@ def test_an_injected_error_is_told_by_the_communicator(pair: Ranks) -> None:
     assert until(lambda: pair.over(0) or pair.over(1))
     with pytest.raises(RcclError, match=r"ncclSystemError: .*the network went away.*NCCL_SOCKET_IFNAME"):
         pair.ready()
+
+
+def test_a_part_has_no_handle_before_the_whole_communicator_is_ready_again(library: Library) -> None:
+    """As in NCCL, whose background thread writes it at the end; a transport must neither read nor free it earlier."""
+    ranks = Ranks(library, 2)
+    place = library.split(ranks.comms[0], 0, 0)
+    assert not until(lambda: library.ready(ranks.comms[0]), 0.05)
+    assert place[0] == library.ffi.NULL
+    other = library.split(ranks.comms[1], 0, 1)
+    assert until(ranks.ready) and place[0] != library.ffi.NULL
+    assert until(lambda: library.ready(place[0]) and library.ready(other[0]))

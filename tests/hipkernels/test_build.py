@@ -113,6 +113,43 @@ def test_a_failing_compiler_is_quoted(sources: Path, tmp_path: Path) -> None:
         build(find_target("host"), tmp_path / "cache", sources)
 
 
+def test_a_compilers_warning_costs_nobody_the_kernels_but_fails_these_tests(
+    slow: Target, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = Path(slow.compiler)
+    compiler.write_text(SLOW.replace("sleep 0.2", "echo 'one.hip:1: warning: old-fashioned' >&2"))
+    with pytest.raises(KernelBuildError, match="old-fashioned"):
+        build(slow, tmp_path / "cache", sources)
+    monkeypatch.delenv("PIPERT_KERNEL_WARNINGS")
+    assert build(slow, tmp_path / "cache", sources).exists()
+
+
+def test_a_library_that_is_there_needs_no_folder_that_can_be_written(
+    slow: Target, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = build(slow, tmp_path / "cache", sources)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert build(slow, tmp_path / "cache", sources) == path
+    with pytest.raises(KernelBuildError, match="Read-only file system; set PIPERT_CACHE"):
+        build(slow, tmp_path / "other", sources)
+
+
+def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for variable in ("PIPERT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(KernelBuildError, match=r"no folder for the kernels: .*set PIPERT_CACHE"):
+        build(find_target("host"))
+    assert library_for(torch.ones(1)) is None
+
+
 def test_a_cache_that_cannot_be_written_leads_to_the_reference_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -140,6 +177,19 @@ def test_no_compiler_leads_to_the_reference_or_to_an_error(
     monkeypatch.setenv("PIPERT_KERNELS", "required")
     with pytest.raises(KernelBuildError, match="no compiler"):
         library_for(torch.ones(1))
+
+
+@pytest.mark.parametrize("variable", ["PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID", "RANK"])
+def test_of_all_ranks_the_first_one_says_that_there_are_no_kernels(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    for rank, lines in (("3", 0), ("0", 1)):
+        runtime._load.cache_clear()
+        monkeypatch.setenv(variable, rank)
+        assert library_for(torch.ones(1)) is None
+        assert sum(record.levelno >= logging.WARNING for record in caplog.records) == lines
 
 
 def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:

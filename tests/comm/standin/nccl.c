@@ -39,6 +39,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
 
 static void *begin(void *comm) {
     join(comm);
+    atomic_store(((struct ncclComm *)comm)->place, comm); /* once more, as the real library does */
     return NULL;
 }
 
@@ -61,6 +62,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *result, int ranks, ncclUniqueId 
     snprintf(comm->name, sizeof comm->name, "%.100s", id.internal);
     comm->rank = rank;
     comm->size = ranks;
+    comm->place = (_Atomic(ncclComm_t) *)result;
     atomic_store(&comm->state, ncclInProgress);
     return start(comm, !config || config->blocking, begin, comm);
 }
@@ -95,8 +97,9 @@ static void *divide(void *argument) {
             }
             join(child);
         }
-        atomic_compare_exchange_strong(&parent->state, &state, ncclSuccess);
     }
+    if (child) atomic_store(child->place, child);
+    if (!failed(parent)) atomic_compare_exchange_strong(&parent->state, &state, ncclSuccess);
     free(split);
     return NULL;
 }
@@ -108,7 +111,8 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *resu
     comm->splits++;
     *result = NULL;
     if (color != NCCL_SPLIT_NOCOLOR) {
-        *result = split->child = calloc(1, sizeof *split->child);
+        split->child = calloc(1, sizeof *split->child);
+        split->child->place = (_Atomic(ncclComm_t) *)result;
         snprintf(split->child->name, NAME, "%.80s.%d.%d", comm->name, comm->splits, color);
         atomic_store(&split->child->state, ncclInProgress);
     }

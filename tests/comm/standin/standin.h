@@ -58,6 +58,7 @@ struct ncclComm {
     size_t bytes;
     char name[NAME];
     int rank, size, splits;
+    _Atomic(ncclComm_t) *place;      /* the caller's, for the handle; a part's is written late, as in the real library */
     _Atomic int state;               /* an ncclResult_t; ncclInProgress until it is ready */
     _Atomic uint64_t issued, ended;  /* tasks: they run in the order in which they were issued, on whatever streams */
     uint64_t pieces;                 /* of collectives, so far */
