@@ -111,7 +111,7 @@ def test_every_rank_is_gone_and_the_first_cause_printed_when_one(how: str, stand
     pipe.step(vectors(6))
     print("not reached")
     """
-    result = run(2, script, standin, deadline=6)
+    result = run(2, script, standin, deadline=12)
     assert result.returncode != 0, result.text
     assert "not reached" not in result.stdout, result.text
     for word in words:
