@@ -22,43 +22,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from pipert.engine.backward import run_backward
+from pipert.engine.parts import Part, Product, Ready, Sum, add_parts, own_leaf
+
 _AS_EVER = nullcontext()
-
-
-class _Product(NamedTuple):
-    """A weight's gradient to be: two matrices of as many rows; the gradient is ``gradient.T @ value``."""
-
-    value: torch.Tensor
-    gradient: torch.Tensor
-
-    def compute(self) -> torch.Tensor:
-        return self.gradient.t().mm(self.value)
-
-
-class _Sum(NamedTuple):
-    """A bias's gradient to be: its output's, summed over all dimensions but the last."""
-
-    gradient: torch.Tensor
-
-    def compute(self) -> torch.Tensor:
-        return self.gradient.sum_to_size(self.gradient.shape[-1:])
-
-
-class _Ready(NamedTuple):
-    """A gradient that is there already: what autograd found for a weight that is also used in other ways."""
-
-    gradient: torch.Tensor
-
-    def compute(self) -> torch.Tensor:
-        return self.gradient
 
 
 class Products:
@@ -128,7 +103,7 @@ class Deferred:
     """
 
     def __init__(self) -> None:
-        self._parts: dict[torch.Tensor, list[_Product | _Sum | _Ready]] = {}
+        self._parts: dict[torch.Tensor, list[Part]] = {}
         self._task: int | None = None
         self._seen: list[Products] = []
 
@@ -143,7 +118,7 @@ class Deferred:
             return F.linear(input, weight, bias)
         parts = self._parts
         parts.setdefault(weight, [])
-        if bias is not None and _own_leaf(bias):
+        if bias is not None and own_leaf(bias):
             parts.setdefault(bias, [])
         dtype = _autocast_dtype(input.device.type)
         if dtype is not None:
@@ -160,7 +135,7 @@ class Deferred:
         """Whether the first half runs; not a backward of its own that the model starts, in it or before."""
         return self._task is not None and self._task == torch._C._current_graph_task_id()
 
-    def put_off(self, parameter: torch.Tensor, part: _Product | _Sum) -> None:
+    def put_off(self, parameter: torch.Tensor, part: Product | Sum) -> None:
         """Keep a part of a parameter's gradient for later."""
         self._parts.setdefault(parameter, []).append(part)
 
@@ -194,42 +169,15 @@ class Deferred:
             for parameter, gradient in before:
                 found, parameter.grad = parameter.grad, gradient
                 if found is not None:
-                    self._parts[parameter].append(_Ready(found))
+                    self._parts[parameter].append(Ready(found))
 
     @torch.no_grad()
     def accumulate(self) -> None:
         """Compute what was put off, one parameter after the other, and add it to ``.grad``; keeps nothing."""
         while self._parts:
             parameter = next(iter(self._parts))
-            gradients = []
-            for part in self._parts.pop(parameter):
-                gradient = part.compute()
-                if gradient.dtype is not parameter.dtype and not isinstance(part, _Ready):  # may be in a wider type
-                    gradient = gradient.to(parameter.dtype)
-                gradients.append(gradient)
-            if gradients:
-                _add(parameter, gradients)
-
-
-def _add(parameter: torch.Tensor, gradients: list[torch.Tensor]) -> None:
-    """What autograd does at a leaf, without its engine, which would copy a first gradient instead of taking it."""
-    first, before = gradients[0], parameter.grad
-    alone = len(gradients) == 1 and first.layout is torch.strided and _own_leaf(parameter)
-    if not alone or first.dtype is not (parameter.grad_dtype if before is None else before.dtype):
-        run_backward([parameter] * len(gradients), gradients)
-    elif before is None:
-        parameter.grad = first
-    else:
-        before.add_(first)
-
-
-def run_backward(roots: Sequence[torch.Tensor | GradientEdge], seeds: Sequence[torch.Tensor]) -> None:
-    """``torch.autograd.backward`` without its checks, which take as long as a small layer.
-
-    It is a torch function itself, too: a mode would be off while it runs, and a forward that is run again within it
-    would not be the same.
-    """
-    _engine_run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            if parts := self._parts.pop(parameter):
+                add_parts(parameter, parts)
 
 
 def _node(root: torch.Tensor | GradientEdge) -> Node:
@@ -298,7 +246,7 @@ def _splits(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """Whether `_Linear` computes this layer's gradients exactly as torch does: as a product of two matrices."""
     return (
         not torch._C._are_functorch_transforms_active()
-        and _own_leaf(weight)
+        and own_leaf(weight)
         and _plain(value)
         and _plain(weight)
         and value.dim() >= 2
@@ -329,16 +277,6 @@ _KNOWN = (torch.Tensor, nn.Parameter)
 
 def _autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def _own_leaf(tensor: torch.Tensor) -> bool:
-    """A leaf without hooks, which would see gradients in the first half that are not there yet."""
-    return (
-        tensor.requires_grad
-        and tensor.is_leaf
-        and not tensor._backward_hooks
-        and not tensor._post_accumulate_grad_hooks
-    )
 
 
 class _Linear(torch.autograd.Function):
@@ -376,14 +314,14 @@ class _Linear(torch.autograd.Function):
             of_value = of_value if len(shape) == 2 else of_value.view(shape)
         putting_off = deferred.putting_off
         if putting_off:
-            deferred.put_off(ctx.weight, _Product(value, gradient))
+            deferred.put_off(ctx.weight, Product(value, gradient))
         else:
-            of_weight = _Product(value, gradient).compute().to(ctx.weight.dtype)
+            of_weight = Product(value, gradient).compute().to(ctx.weight.dtype)
         if ctx.needs_input_grad[2]:
-            if putting_off and _own_leaf(ctx.bias):
-                deferred.put_off(ctx.bias, _Sum(gradient))
+            if putting_off and own_leaf(ctx.bias):
+                deferred.put_off(ctx.bias, Sum(gradient))
             else:
-                of_bias = _Sum(gradient).compute().to(ctx.bias.dtype)
+                of_bias = Sum(gradient).compute().to(ctx.bias.dtype)
         return of_value, of_weight, of_bias, None
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pipert.engine.backward import run_backward
 from pipert.engine.blocks import BlockRunner, uses_global_random
 from pipert.engine.boundary import Entry, Handover
-from pipert.engine.deferred import Deferred, run_backward
+from pipert.engine.deferred import Deferred
 from pipert.engine.loss import LossFunction, weighted
 from pipert.engine.offload import Mover, Saved
 from pipert.engine.recompute import Recompute, recomputed

@@ -14,7 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from pipert.engine.deferred import Deferred, Products, _Ready, deferring
+from pipert.engine.deferred import Deferred, Products, deferring
+from pipert.engine.parts import Ready
 from pipert.layers import Linear
 
 Gradients = dict[str, torch.Tensor | None]
@@ -416,7 +417,7 @@ def test_a_first_gradient_is_taken_and_later_ones_are_added_in_place() -> None:
         deferred.first_half([output], [gradient_for(output, 1)])
         (parts,) = deferred._parts.values()
         ready = parts[0].compute()
-        parts[:] = [_Ready(ready)]
+        parts[:] = [Ready(ready)]
         deferred.accumulate()
         assert weight.grad is not None
         pointers += [ready.data_ptr(), weight.grad.data_ptr()]
