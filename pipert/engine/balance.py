@@ -1,8 +1,9 @@
-"""Cuts by which ranks, not only stages, have equal work."""
+"""Cuts by which ranks, not only stages, have equal work, and by which they wait less for each other."""
 
 from __future__ import annotations
 
-from itertools import permutations
+from collections.abc import Iterator
+from itertools import permutations, product
 
 import numpy as np
 
@@ -44,6 +45,22 @@ def balanced_counts(graph: ModelGraph, partition: Partition, placement: Placemen
         if least >= best * (1 - _WORTH):
             return tuple(counts.tolist())
         counts, best = _moved(counts, *move), least
+
+
+def tilted_counts(partition: Partition, placement: Placement) -> Iterator[tuple[int, ...]]:
+    """Other cuts that give ranks about as many blocks, where a rank's first stage is shorter and its last one longer.
+
+    The first micro-batch then reaches the other ranks sooner, so they wait less; but a rank keeps its first stage's
+    activations of more micro-batches. For the first rank alone and for all, by one block and by two.
+    """
+    ends = [(own[0], own[-1]) for own in map(placement.stages_of, range(placement.num_ranks)) if len(own) > 1]
+    for blocks, pairs in product((1, 2), (ends[:1], ends)):
+        counts = list(partition.counts)
+        for first, last in pairs:
+            counts[first] -= blocks
+            counts[last] += blocks
+        if ends and min(counts) >= 1:
+            yield tuple(counts)
 
 
 def _moved(

@@ -16,6 +16,7 @@ from pipert.comm.mesh import Mesh
 from pipert.comm.transport import Transport
 from pipert.engine.halves import run_halves
 from pipert.engine.kernels import prepare
+from pipert.engine.loss import example_loss
 from pipert.engine.parameters import ParameterBook, Tie, find_ties, ranks_of
 from pipert.engine.refusals import together
 from pipert.engine.settings import Settings
@@ -89,6 +90,7 @@ def weigh(traced: TracedModel, settings: Settings, mesh: Mesh, stages: int, halv
                 settings.example,
                 materialise=fill,
                 second_half=(lambda *call: run_halves(*call).second) if halves else None,
+                loss=example_loss(settings.loss_fn),
             )
         return estimate(traced.graph)
 

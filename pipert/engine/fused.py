@@ -1,7 +1,7 @@
 """A product added to a sum: in one pass over the sum where this machine's library gives the same bits that way.
 
 A weight's gradient is a product of two matrices that is added to what earlier micro-batches left. Computed apart, it is
-written, read again and added, which takes a sixth of the product's own time in a small model. BLAS can add while it
+written, read again and added, which takes a tenth to a sixth longer in a small model. BLAS can add while it
 multiplies, and does the same roundings if it completes an entry before adding it, as long as the inner dimension fits
 into one of its blocks. No library promises that, so it is tried: once for every shape, with random numbers, of which
 thousands would have to agree by chance.

@@ -31,6 +31,15 @@ class LossFunction(Protocol):
 CountFunction = Callable[[Any], float]
 
 
+def example_loss(loss_fn: LossFunction) -> Callable[[Any], torch.Tensor] | None:
+    """The loss of an output, to be measured; None if the loss does not say how targets look.
+
+    One that does has a method ``example_targets(output)``, as `CausalLMLoss` has.
+    """
+    targets = getattr(loss_fn, "example_targets", None)
+    return None if targets is None else lambda output: loss_fn(output, targets(output))
+
+
 @dataclass(frozen=True, eq=False)
 class Averaging:
     """How a loss function makes its mean, as far as it can be read off it.

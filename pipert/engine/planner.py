@@ -9,7 +9,7 @@ import torch
 
 from pipert.comm.mesh import Mesh
 from pipert.engine.auto import AutoOptions, AutoPlan, limits_of
-from pipert.engine.balance import balanced_counts
+from pipert.engine.balance import balanced_counts, tilted_counts
 from pipert.engine.links import Link, measure_links
 from pipert.engine.refusals import together
 from pipert.engine.settings import Settings
@@ -18,6 +18,7 @@ from pipert.errors import ConfigError
 from pipert.graph.model_graph import ModelGraph
 from pipert.partition.partition import Partition
 from pipert.partition.solve import partition_graph
+from pipert.scheduler.bounds import lower_bound
 from pipert.scheduler.costs import Costs
 from pipert.scheduler.placement import Placement
 from pipert.scheduler.semantics import Semantics
@@ -46,7 +47,7 @@ class Planner:
             ConfigError: a rank has too little memory for one micro-batch, or memory cannot be judged.
         """
         links = self._links()
-        return self._agreed(lambda: min(self._plans(links), key=lambda plan: self._usual(plan)))
+        return self._agreed(lambda: self._fastest(self._plans(links)))
 
     def again(
         self, timelines: Sequence[Timeline], partition: Partition, placement: Placement, options: AutoOptions | None
@@ -79,8 +80,10 @@ class Planner:
             )
         plans: list[AutoPlan] = []
         refusals: list[ConfigError] = []
-        for placement in [p for p in usable if p.num_stages <= len(graph.blocks)] or usable[:1]:
-            partition = self._cut(placement)
+        places = [p for p in usable if p.num_stages <= len(graph.blocks)] or usable[:1]
+        level = [(placement, self._cut(placement)) for placement in places]
+        tilted = [(placement, other) for placement, cut in level for other in self._tilted(placement, cut)]
+        for placement, partition in level + tilted:
             costs = options.costs or self._expected(partition, placement, links)
             try:
                 plans.append(self._plan(partition, placement, costs, options))
@@ -97,6 +100,23 @@ class Planner:
             return partition
         counts = balanced_counts(graph, partition, placement)
         return partition if counts == partition.counts else partition_graph(graph, placement.num_stages, cuts=counts)
+
+    def _tilted(self, placement: Placement, partition: Partition) -> list[Partition]:
+        """Cuts by which ranks may wait less."""
+        graph = self._graph
+        if self._settings.cuts is not None or partition.order != tuple(block.name for block in graph.blocks):
+            return []
+        others = tilted_counts(partition, placement)
+        return [partition_graph(graph, placement.num_stages, cuts=counts) for counts in others]
+
+    def _fastest(self, plans: Sequence[AutoPlan]) -> AutoPlan:
+        """The plan with the least makespan; those that cannot have it are not searched."""
+        best, count = plans[0], self._settings.microbatches
+        for plan in plans[1:]:
+            bound = lower_bound(plan.costs, plan.placement, count, plan.limits)
+            if bound < self._usual(best) and self._usual(plan) < self._usual(best):
+                best = plan
+        return best
 
     def _plan(self, partition: Partition, placement: Placement, costs: Costs, options: AutoOptions) -> AutoPlan:
         limits = limits_of(partition, placement, options)

@@ -53,6 +53,7 @@ def profile(
     materialise: Materialise | None = None,
     repeats: int = 5,
     second_half: SecondHalf | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> ModelGraph:
     """Run an example micro-batch through the blocks and measure each.
 
@@ -68,6 +69,7 @@ def profile(
         materialise: needed where parameters are on ``meta``.
         repeats: the fastest of this many runs counts, after one to warm up: whatever disturbs a run makes it longer.
         second_half: how a backward is run in two halves, if their times are wanted.
+        loss: of the model's output; it counts as a part of the last block.
 
     Returns:
         The graph with times in seconds, bytes kept for the backward (what autograd saves, each storage once, parameters
@@ -86,7 +88,9 @@ def profile(
     tensors = [t for t in tree_leaves(example) if isinstance(t, torch.Tensor)]
     devices = {t.device.index for t in (*tensors, *traced.model.parameters()) if t.is_cuda}
     with _random_states(sorted(devices)), torch.enable_grad():
-        whole(example)
+        output = whole(example)
+        if loss is not None:
+            bench.add_loss(_Loss(loss), output)
     blocks = tuple(
         replace(b, **{item.name: getattr(cost, item.name) for item in fields(cost)})
         for b, cost in ((b, bench.costs[b.name]) for b in traced.graph.blocks)
@@ -127,6 +131,18 @@ class _Bench:
         self.specs.update(zip(wire.writes, map(tensor_specs, result), strict=True) if wire.writes else ())
         return result
 
+    def add_loss(self, loss: nn.Module, output: Any) -> None:
+        """Measure the loss of an output, and add it to the last block."""
+        last = list(self.traced.blocks)[-1]
+        if last not in self.given:
+            cost, (_, more) = self.costs[last], _measure(loss, (output,), self.repeats)
+            self.costs[last] = replace(
+                cost,
+                forward=cost.forward + more.forward,
+                backward=cost.backward + more.backward,
+                activation_bytes=cost.activation_bytes + more.activation_bytes,
+            )
+
     def _copy(self, name: str, module: nn.Module) -> nn.Module:
         copy = spare(name, module)
         tensors = [*copy.parameters(), *copy.buffers()]
@@ -153,6 +169,17 @@ class _Bench:
         made = wiring.inputs if edge.source == INPUT else wiring.wires[edge.source].writes
         wanted = wiring.outputs if edge.target == OUTPUT else wiring.wires[edge.target].reads
         return tuple(t for v in made if v in wanted for t in self.specs.get(v, ()))
+
+
+class _Loss(nn.Module):
+    """A loss as a block."""
+
+    def __init__(self, loss: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self._loss = loss
+
+    def forward(self, output: Any) -> torch.Tensor:
+        return self._loss(output)
 
 
 def _measure(module: nn.Module, values: Sequence[Any], repeats: int) -> tuple[Any, BlockCost]:
@@ -202,10 +229,10 @@ def _inputs(values: Sequence[Any]) -> tuple[list[torch.Tensor], list[Any]]:
 
 
 def _backward(result: Any, wanted: Sequence[torch.Tensor]) -> None:
-    """One backward pass that accumulates nothing."""
+    """One backward pass, which adds to the gradients of what is wanted, as that of a micro-batch does."""
     ends = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
     if ends and wanted:
-        torch.autograd.grad(ends, wanted, [torch.ones_like(t) for t in ends], allow_unused=True)
+        torch.autograd.backward(ends, [torch.ones_like(t) for t in ends], inputs=wanted)
 
 
 def _cut(value: Any) -> Any:

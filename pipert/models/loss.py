@@ -80,6 +80,10 @@ class CausalLMLoss:
         """Logits (B, T, V) and targets (B, T) to a scalar."""
         return token_cross_entropy(logits, targets, self.ignore_index, smoothing=self.smoothing, z_loss=self.z_loss)
 
+    def example_targets(self, logits: torch.Tensor) -> torch.Tensor:
+        """Any targets for these logits, with which `pipert.Pipeline` measures how long the loss takes."""
+        return torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+
     def over_vocabulary(self, group: Transport, vocabulary: int) -> VocabParallelLMLoss:
         """The same loss for logits that are shared out among ranks; `pipert.Pipeline` asks for it where they are."""
         return VocabParallelLMLoss(self, group, vocabulary)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from pipert.comm.local import run_ranks
 from pipert.comm.mesh import Mesh
 from pipert.engine.auto import AutoOptions
-from pipert.engine.balance import balanced_counts
+from pipert.engine.balance import balanced_counts, tilted_counts
 from pipert.engine.links import measure_links
 from pipert.engine.pipeline import Pipeline
 from pipert.errors import ConfigError
@@ -160,6 +160,30 @@ def test_blocks_are_cut_so_that_ranks_have_equal_work(placement: Placement) -> N
         for cut in combinations(range(1, 11), placement.num_stages - 1)
     )
     assert after == pytest.approx(least)
+
+
+def test_other_cuts_make_first_stages_shorter_and_last_ones_longer() -> None:
+    graph = ModelGraph.chain(Block(str(n), forward=1.0, backward=2.0) for n in range(9))
+
+    def counts(placement: Placement, cuts: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return list(tilted_counts(partition_graph(graph, placement.num_stages, cuts=cuts), placement))
+
+    assert counts(Placement.v(2), (3, 2, 2, 2)) == [(2, 2, 2, 3), (2, 1, 3, 3), (1, 2, 2, 4)]
+    assert counts(Placement.looped(2, 2), (2, 2, 3, 2)) == [(1, 2, 4, 2), (1, 1, 4, 3)]
+    assert counts(Placement.linear(2), (4, 5)) == []
+
+
+def test_the_first_stage_is_shorter_where_memory_makes_that_faster() -> None:
+    """The second rank waits for one block in place of two, while activations of the first stage pile up."""
+    equal = nn.Sequential(*(nn.Linear(6, 6) for _ in range(8)))
+
+    def counts(in_flight: int) -> tuple[int, ...]:
+        options = AutoOptions(in_flight=in_flight, placements=("v",))
+        found: tuple[int, ...] = on_ranks(2, lambda pipe: pipe.partition.counts, equal, auto=options)[0]
+        return found
+
+    assert counts(2) == (2, 2, 2, 2)
+    assert counts(4)[0] == 1 and sum(counts(4)) == 8
 
 
 def test_other_numbers_of_microbatches_train_and_evaluate() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -217,3 +218,19 @@ def test_a_layers_own_name_in_its_text_does_not_make_blocks_differ() -> None:
 
     graph = profile(trace(model), torch.randint(0, 11, (2, 8)), materialise=fill)
     assert len({b.forward for b in graph.blocks if b.name.startswith("blocks.")}) == 1
+
+
+def test_a_loss_counts_as_a_part_of_the_last_block() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), torch.randn(4, 8)
+
+    def slow(output: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return output.exp().sum()
+
+    without, with_loss = profile(trace(model), x), profile(trace(model), x, loss=slow)
+    last = with_loss.blocks[1].forward
+    assert last is not None and last >= 0.02
+    kept = [graph.blocks[1].activation_bytes for graph in (without, with_loss)]
+    assert kept[0] is not None and kept[1] == kept[0] + 4 * 4 * 4
+    given = {"1": BlockCost(1.0, 2.0)}
+    assert profile(trace(model), x, loss=slow, given=given).blocks[1].forward == 1.0
