@@ -46,6 +46,10 @@ BARS: tuple[Bar, ...] = (
     ("x without kernels", "at least", 1.02),
 )
 SHAPES = [(2048, 768), (8192, 2048), (4096, 1024)]
+#: What a GPU runs: so large that starting it takes less than running it.
+GPU_SHAPES = [(8192, 2048), (16384, 4096), (4096, 1024)]
+#: Runs of a contestant in a row on a GPU, which is asked for the time at their end only: they queue up.
+GPU_RUNS = 10
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BLOCK = {"norm": norm_cases, "dropout": dropout_cases, "activation": activation_cases}
 PARTS = (*BLOCK, "loss", "optimizer", "gpt")
@@ -57,15 +61,17 @@ def take_turns(contestants: dict[str, Callable[[], object]], rounds: int, device
     In every round the order is another, since each finds in the caches what the one before it has left.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    runs = GPU_RUNS if device == "cuda" else 1
     for number in range(rounds + 2):
         for name in Random(number).sample(list(contestants), len(contestants)):
             contestant = contestants[name]
             start = time.perf_counter()
-            contestant()
+            for _ in range(runs):
+                contestant()
             if device == "cuda":
                 torch.cuda.synchronize()
             if number >= 2:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append((time.perf_counter() - start) / runs)
     return {name: median(values) for name, values in seconds.items()}
 
 
@@ -83,13 +89,16 @@ def measure(case: Case, rounds: int, device: str) -> dict[str, float]:
 
 def cases(part: str, dtype: torch.dtype, full: bool, device: str) -> Iterator[Case]:
     """The cases of a part; `full` adds the other sizes."""
+    gpu = device == "cuda"
     if part == "loss":
-        yield from loss_cases(1024, 50304, dtype, device)
+        yield from loss_cases(4096 if gpu else 1024, 50304, dtype, device)
     elif part == "optimizer":
-        for n in (10_000_000, 40_000_000) if full else (10_000_000,):
+        sizes = (40_000_000, 160_000_000) if gpu else (10_000_000, 40_000_000)
+        for n in sizes if full else sizes[:1]:
             yield from optimizer_cases(n, dtype, device)
     else:
-        for shape in SHAPES if full else SHAPES[:1]:
+        shapes = GPU_SHAPES if gpu else SHAPES
+        for shape in shapes if full else shapes[:1]:
             yield from BLOCK[part](*shape, dtype, device)
 
 
@@ -106,7 +115,10 @@ def kernels(mode: str) -> Iterator[None]:
 
 def gpt(dtype: torch.dtype, rounds: int, device: str) -> dict[str, float]:
     """A GPT's forward and backward with kernels, against the same without."""
-    config = GPTConfig(layers=4, hidden=256, heads=4, sequence=256, vocabulary=8192, positions="rotary", dropout=0.0)
+    width, length = (1024, 1024) if device == "cuda" else (256, 256)
+    config = GPTConfig(
+        layers=4, hidden=width, heads=width // 64, sequence=length, vocabulary=8192, positions="rotary", dropout=0.0
+    )
     model, loss = GPT(config, device=device, dtype=dtype), CausalLMLoss()
     ids = torch.randint(config.vocabulary, (4, config.sequence), device=device)
 
@@ -135,7 +147,8 @@ def measure_part(part: str, dtype: str, options: argparse.Namespace, threads: li
     for case in cases(part, DTYPES[dtype], options.full, options.device):
         for count in threads:
             torch.set_num_threads(count)
-            figures |= report(f"{case.name}, {count} threads", measure(case, options.rounds, options.device))
+            name = f"{case.name}, {count} threads" if options.device == "cpu" else case.name
+            figures |= report(name, measure(case, options.rounds, options.device))
         del case
         gc.collect()
     return figures

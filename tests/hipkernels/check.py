@@ -12,8 +12,9 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-1
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Normal numbers of this shape, the same for one seed."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+    """Normal numbers of this shape, the same for one seed, on torch's default device."""
+    generator = torch.Generator("cpu").manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, device="cpu").to(torch.get_default_device(), dtype)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, slack: float = 1.0, name: str = "") -> None:

@@ -16,8 +16,13 @@ from pipert.hipkernels.errors import KernelInputError
 from pipert.hipkernels.runtime import Library, use
 from tests.hipkernels.check import assert_close, leaf, randn
 
-KEYS = torch.tensor([3, 5])
-ANGLES = torch.outer(torch.arange(3).float(), torch.tensor([1.0, 0.1]))
+
+def keys() -> torch.Tensor:
+    return torch.tensor([3, 5])
+
+
+def angles() -> torch.Tensor:
+    return torch.outer(torch.arange(3).float(), torch.tensor([1.0, 0.1]))
 
 
 def example() -> torch.Tensor:
@@ -33,8 +38,8 @@ def cases() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
         "add_rms_norm": lambda x: sum(hk.add_rms_norm(x, x * 2, weight)),
         "bias_gelu": lambda x: hk.bias_gelu(x, bias),
         "swiglu": hk.swiglu,
-        "bias_dropout_add": lambda x: hk.bias_dropout_add(x, bias, x, p=0.5, keys=KEYS),
-        "rotary": lambda x: hk.rotary(x, ANGLES.cos(), ANGLES.sin()),
+        "bias_dropout_add": lambda x: hk.bias_dropout_add(x, bias, x, p=0.5, keys=keys()),
+        "rotary": lambda x: hk.rotary(x, angles().cos(), angles().sin()),
         "masked_softmax": lambda x: hk.masked_softmax(x, causal=True),
         "cross_entropy": lambda x: hk.cross_entropy(x, targets, smoothing=0.1),
     }
@@ -92,8 +97,8 @@ def test_torchs_own_checks_of_operators_pass(host: Library) -> None:
             (operators.norm_forward, (x, None, weight, None, 1e-5, True)),
             (operators.gelu, (x, weight, True)),
             (operators.swiglu, (x,)),
-            (operators.dropout, (x, weight, x.detach().clone(), KEYS, 0.5, 4)),
-            (operators.rotary, (x, ANGLES.cos(), ANGLES.sin(), False, 1)),
+            (operators.dropout, (x, weight, x.detach().clone(), keys(), 0.5, 4)),
+            (operators.rotary, (x, angles().cos(), angles().sin(), False, 1)),
             (operators.softmax, (x, None, 1.0, True)),
             (operators.scale_cast_, (torch.empty(4), torch.ones(4), None, 2.0, torch.zeros(1))),
             (operators.squared_norm, ([torch.ones(4), torch.ones(3)],)),

@@ -6,7 +6,7 @@
    orders hang or swap here as they do there. What it adds: two halves that do not fit are an error instead of a hang.
 
    Files: segment.c what the processes of a communicator share; progress.c how operations run; reduce.c arithmetic;
-   streams.c streams, groups and faults; nccl.c the functions. */
+   streams.c streams, groups and faults; nccl.c the functions; stress/ a program that tests them. */
 
 #pragma once
 
@@ -52,13 +52,13 @@ struct segment {
 };
 
 struct ncclComm {
-    struct segment *segment;
+    struct segment *_Atomic segment; /* NULL until members and channels are there */
     struct member *members;   /* [size] */
     struct channel *channels; /* [from][to] */
     size_t bytes;
     char name[NAME];
     int rank, size, splits;
-    _Atomic(ncclComm_t) *place;      /* the caller's, for the handle; a part's is written late, as in the real library */
+    _Atomic(ncclComm_t) *place;      /* of a part: the caller's, for the handle; written late, as in the real library */
     _Atomic int state;               /* an ncclResult_t; ncclInProgress until it is ready */
     _Atomic uint64_t issued, ended;  /* tasks: they run in the order in which they were issued, on whatever streams */
     uint64_t pieces;                 /* of collectives, so far */
