@@ -3,7 +3,7 @@
 #include "functions.h"
 
 struct AdamW {
-  float rest1, beta2, rest2, eps, keep, step_size, inverse_root;
+  float beta1, rest1, beta2, rest2, eps, keep, step_size, inverse_root;
 };
 
 template <class P, class G, int V>
@@ -15,7 +15,8 @@ PORT_KERNEL(adamw, P *param, float *master, float *average, float *square, const
     lanes_each<V>(PORT_BLOCK * each, port_smaller(n, (PORT_BLOCK + 1) * each), [&](int64_t i) {
       const auto g = load<V>(grad + i) * factor;
       const auto old = load<V>(average + i);
-      const auto m = old + (g - old) * o.rest1;
+      // From the nearer end: with beta1 = 0 it is g to the last digit, however far the old one was.
+      const auto m = o.rest1 < 0.5f ? old + (g - old) * o.rest1 : g + (old - g) * o.beta1;
       const auto v = load<V>(square + i) * o.beta2 + g * g * o.rest2;
       const auto step = map(m, v, [&](float a, float b) { return a / (port_sqrt(b) * o.inverse_root + o.eps); });
       const auto w = load<V>(master + i) * o.keep - step * o.step_size;
@@ -77,8 +78,8 @@ int pipert_adamw(void *param, float *master, float *average, float *square, cons
                  const float *skip, int param_dtype, int grad_dtype, void *stream) {
   if (n < 0) return PORT_BAD_SIZE;
   // 1 - 0.999 and the like in double: float would lose five digits.
-  const AdamW o = {(float)(1.0 - beta1), (float)beta2,     (float)(1.0 - beta2), (float)eps,
-                   (float)(1.0 - decay), (float)step_size, (float)(1.0 / root)};
+  const AdamW o = {(float)beta1, (float)(1.0 - beta1), (float)beta2,     (float)(1.0 - beta2),
+                   (float)eps,   (float)(1.0 - decay), (float)step_size, (float)(1.0 / root)};
   const Chunks chunks = chunks_of(n);
   return with_dtype(param_dtype, [&](auto param_zero) {
     using P = decltype(param_zero);

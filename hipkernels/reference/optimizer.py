@@ -26,7 +26,7 @@ def adamw(
     g = grad.to(master.dtype)
     if scale is not None:
         g = g * scale.to(g.dtype)
-    new_average = average + (g - average) * (1.0 - beta1)
+    new_average = average.lerp(g.to(average.dtype), 1.0 - beta1)
     new_square = square * beta2 + g * g * (1.0 - beta2)
     new_master = master * (1.0 - decay) - new_average / (new_square.sqrt() / root + eps) * step_size
     pairs = [(average, new_average), (square, new_square), (master, new_master)]

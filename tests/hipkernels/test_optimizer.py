@@ -52,6 +52,12 @@ def test_adamw_keeps_fp32_masters_and_rounds_the_weights_from_them(
         assert torch.equal(grad, kept)
 
 
+def test_without_memory_the_average_is_the_gradient_however_large_it_was_before(library: Library) -> None:
+    average, grad = torch.full((40,), 1e6), randn(40)
+    hk.adamw_(None, torch.zeros(40), average, torch.zeros(40), grad, step=2, lr=0.1, betas=(0.0, 0.9))
+    assert torch.equal(average, grad)
+
+
 def test_a_skipped_step_changes_no_bit(library: Library) -> None:
     tensors = [randn(100, dtype=torch.bfloat16), randn(100), randn(100, seed=1), randn(100, seed=2)]
     kept = [tensor.clone() for tensor in tensors]
