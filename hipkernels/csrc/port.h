@@ -15,6 +15,7 @@
 //   PORT_SHARED(type, name, count)    memory of the block (LDS)
 //   PORT_BARRIER()                    every thread of the block gets here, or none
 //   port_shuffle_xor(value, mask)     the value of lane (lane ^ mask); every lane of the wave gets here, or none
+//   PORT_ALIGNED(p, alignment)        p is a multiple of alignment, or the emulator says so
 //   port_raise(flag)                  sets a float in memory to 1, from any number of threads at once
 //   port_launch(...)                  host side: runs a kernel, returns 0 or PORT_FAILED + the runtime's code
 #pragma once

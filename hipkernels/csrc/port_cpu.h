@@ -17,6 +17,7 @@
 #define PORT_WAVE 1
 #define PORT_SHARED(type, name, count) alignas(64) type name[count]
 #define PORT_BARRIER() ((void)0)
+#define PORT_ALIGNED(p, alignment) ((void)0)
 #define PORT_UNROLL
 
 // Blocks of a grid over independent rows or elements: enough to share out evenly, few enough to cost nothing. It does

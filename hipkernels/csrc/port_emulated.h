@@ -3,7 +3,7 @@
 // A fiber runs until it waits at a barrier or in a shuffle. Which fiber runs next is a choice of the test: the lowest,
 // the highest, or a random one that can. Memory of the block holds NaN when a block starts. A barrier that some
 // threads never reach, two barriers that wait for each other and a shuffle without all lanes end the launch with
-// PORT_FAULT; `port_emulator.fault` says where. Under ThreadSanitizer only barriers order the memory accesses of
+// PORT_FAULT, and so does a pack at an address that no GPU would read it from; `port_emulator.fault` says where. Under ThreadSanitizer only barriers order the memory accesses of
 // different threads, so it reports races between threads of a block. One launch at a time.
 #pragma once
 
@@ -27,6 +27,8 @@
   static type name[count];             \
   static const PortShared name##_registered(name, sizeof(name))
 #define PORT_BARRIER() port_emulated_wait(PORT_AT_BARRIER, __FILE__, __LINE__)
+#define PORT_ALIGNED(p, alignment) \
+  if ((uintptr_t)(p) % (alignment)) port_emulated_wait(PORT_MISALIGNED, __FILE__, __LINE__)
 #define PORT_UNROLL
 #define PORT_GRID 5
 // The least elements that are worth a block of their own, a multiple of 16.
@@ -52,7 +54,7 @@ void __tsan_release(void *address);
 #define __tsan_release(address) ((void)0)
 #endif
 
-enum PortState { PORT_READY, PORT_AT_BARRIER, PORT_AT_SHUFFLE, PORT_DONE };
+enum PortState { PORT_READY, PORT_AT_BARRIER, PORT_AT_SHUFFLE, PORT_DONE, PORT_MISALIGNED };
 enum PortOrder { PORT_LOWEST_FIRST, PORT_HIGHEST_FIRST, PORT_RANDOM };
 
 struct PortFiber {
@@ -196,13 +198,18 @@ PORT_UNSEEN inline int port_emulated_company(int t) {
   return company;
 }
 
-// Describe the loneliest waiting thread.
+// Describe a thread at a misaligned address, else the loneliest waiting one.
 PORT_UNSEEN inline int port_emulated_fault() {
   PortEmulator &e = port_emulator;
-  int counts[4] = {}, culprit = -1;
+  int counts[5] = {}, culprit = -1;
   for (int t = 0; t < e.count; ++t) {
     ++counts[e.fibers[t].state];
     if (e.fibers[t].state == PORT_DONE) continue;
+    if (e.fibers[t].state == PORT_MISALIGNED) {
+      snprintf(e.fault, sizeof(e.fault), "%s:%d: misaligned pack: in thread %d of block %ld", e.fibers[t].file,
+               e.fibers[t].line, t, (long)e.block);
+      return PORT_FAULT;
+    }
     if (culprit < 0 || port_emulated_company(t) < port_emulated_company(culprit)) culprit = t;
   }
   const PortFiber &fiber = e.fibers[culprit];

@@ -29,6 +29,7 @@ typedef hipStream_t port_stream_t;
 #define PORT_THREADS ((int64_t)blockDim.x)
 #define PORT_SHARED(type, name, count) __shared__ type name[count]
 #define PORT_BARRIER() __syncthreads()
+#define PORT_ALIGNED(p, alignment) ((void)0)
 #define PORT_UNROLL _Pragma("unroll")
 
 // Blocks of a grid over independent rows or elements. More than enough for every device; the scheduler does the rest.

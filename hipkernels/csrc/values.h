@@ -173,6 +173,7 @@ PORT_DEVICE Lanes<V> load(const T *p) {
   if constexpr (V == 1) {
     return widen(*p);
   } else {
+    PORT_ALIGNED(p, alignof(Stored<T, V>));
     const Stored<T, V> stored = *reinterpret_cast<const Stored<T, V> *>(p);
     Pack<V> pack;
     PORT_UNROLL for (int k = 0; k < V; ++k) pack.v[k] = widen(stored.v[k]);
@@ -199,6 +200,7 @@ PORT_DEVICE void store(T *p, float x) {
 }
 template <class T, int V>
 PORT_DEVICE void store(T *p, const Pack<V> &x) {
+  PORT_ALIGNED(p, alignof(Stored<T, V>));
   Stored<T, V> stored;
   PORT_UNROLL for (int k = 0; k < V; ++k) narrow(x.v[k], stored.v[k]);
   *reinterpret_cast<Stored<T, V> *>(p) = stored;

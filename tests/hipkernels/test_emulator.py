@@ -51,6 +51,8 @@ def check_softmax(library: Library) -> None:
     out = torch.ones(9, 40, dtype=torch.bool).triu(32)
     expected = x.double().masked_fill(out, -torch.inf).softmax(-1)
     assert_close(hk.masked_softmax(x, causal=True), expected)
+    memory = torch.zeros(361)[1:].view(9, 40).copy_(x)  # no address here is a multiple of 16 bytes
+    assert_close(hk.masked_softmax(memory, causal=True), expected)
 
 
 def check_cross_entropy(library: Library) -> None:
@@ -133,6 +135,14 @@ MUTANTS = [
         check_softmax,
     ),
     Mutant(
+        "addresses of packs not looked at",
+        "values.h",
+        "(uintptr_t)p % 16 == 0",
+        "(uintptr_t)p % 1 == 0",
+        "softmax",
+        check_softmax,
+    ),
+    Mutant(
         "sums not rescaled",
         "cross_entropy.hip",
         "    raise_to(seen, most);\n",
@@ -208,6 +218,8 @@ def test_mistakes_are_found(emulated: Library, tmp_path: Path, mutant: Mutant) -
     if mutant.name == "a barrier for one thread":
         assert "norm.hip:" in str(found.value)
         assert "divergent barrier" in str(found.value)
+    if mutant.name == "addresses of packs not looked at":
+        assert "misaligned pack" in str(found.value)
     if mutant.name == "a reduction by half a wave":
         assert "block.h:" in str(found.value)
         assert "incomplete shuffle" in str(found.value)

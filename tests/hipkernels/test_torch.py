@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ import pipert.hipkernels as hk
 from pipert.hipkernels import ops
 from pipert.hipkernels.errors import KernelInputError
 from pipert.hipkernels.runtime import Library, use
-from tests.hipkernels.check import assert_close, leaf, randn
+from tests.hipkernels.check import DTYPES, assert_close, leaf, randn
 
 
 def keys() -> torch.Tensor:
@@ -198,6 +199,51 @@ def test_out_may_be_the_input_but_not_share_a_part_of_it(library: Library) -> No
     ):
         with pytest.raises(KernelInputError, match=r"memory|gradient"):
             call()
+
+
+def odd(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Contiguous, from the second element of its memory on."""
+    return randn(math.prod(shape) + 1, dtype=dtype, seed=seed)[1:].view(shape)
+
+
+def odd_cases() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Functions of a tensor of shape (2, 3, 32), with rows that can be cut into packs, at addresses that forbid it."""
+    vector, table, targets = odd(32), odd(3, 16), torch.tensor([[0, 31, 7], [-100, 16, 4]])
+
+    def strided(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x, x[..., :1]), -1)
+
+    return {
+        "layer_norm": lambda x: hk.layer_norm(x, vector, vector),
+        "add_rms_norm": lambda x: sum(hk.add_rms_norm(x, odd(*x.shape, dtype=x.dtype), vector)),
+        "bias_gelu": lambda x: hk.bias_gelu(x, vector),
+        "gelu": hk.bias_gelu,
+        "swiglu": hk.swiglu,
+        "masked_softmax": lambda x: hk.masked_softmax(x, torch.ones(33, dtype=torch.bool)[1:]),
+        "bias_dropout_add": lambda x: hk.bias_dropout_add(x, vector, odd(*x.shape, dtype=x.dtype), p=0.5, keys=keys()),
+        "dropout from element 2 on": lambda x: hk.bias_dropout_add(x * 1.0, p=0.5, keys=keys(), offset=2),
+        "rotary": lambda x: hk.rotary(x, table, table),
+        "rotary of rows 33 apart": lambda x: hk.rotary(strided(x)[..., :32], randn(3, 16), randn(3, 16)),
+        "cross_entropy": lambda x: hk.cross_entropy(x, targets),
+        "cross_entropy of rows 33 apart": lambda x: hk.cross_entropy(strided(x), targets, vocabulary=32),
+    }
+
+
+@pytest.mark.parametrize("case", odd_cases())
+def test_packs_are_read_only_where_addresses_and_strides_allow_it(
+    library: Library, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operation = odd_cases()[case]
+    for dtype in DTYPES:
+        x, twin = (odd(2, 3, 32, dtype=dtype).requires_grad_() for _ in range(2))
+        y = operation(x)
+        y.backward(odd(*y.shape, dtype=y.dtype, seed=2))
+        with monkeypatch.context() as patch:
+            patch.setattr("pipert.hipkernels.runtime.DTYPES", {})
+            y_twin = operation(twin)
+            y_twin.backward(odd(*y.shape, dtype=y.dtype, seed=2))
+        assert_close(y, y_twin, 8.0)
+        assert_close(x.grad, twin.grad, 8.0)
 
 
 def test_inputs_are_bitwise_unchanged(library: Library, operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
