@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import get_args
 
 from pipert.scheduler.action import Action, Kind
-from pipert.scheduler.program import Program
+from pipert.scheduler.program import Program, Span
 from pipert.scheduler.row import ActionRow
+from pipert.scheduler.semantics import Channel
 
 Rows = list[list[Action]]
 Mutation = Callable[[Rows, Random], None]
@@ -131,12 +133,7 @@ def mutated(program: Program, mutations: list[Mutation], random: Random) -> Prog
     rows = [list(row) for row in program.rows]
     for mutation in mutations:
         mutation(rows, random)
-    spans = [program.spans(rank) for rank in range(len(rows))]
-    fitting = tuple(
-        tuple(span for span in own if span[1] <= len(row) and all(a.kind.is_message for a in row[slice(*span)]))
-        for own, row in zip(spans, rows, strict=True)
-    )
-    return replace(program, rows=tuple(map(ActionRow, rows)), groups=fitting)
+    return _with_groups(program, rows, [list(program.spans(rank)) for rank in range(len(rows))])
 
 
 def regrouped(program: Program, random: Random) -> Program:
@@ -151,3 +148,87 @@ def regrouped(program: Program, random: Random) -> Program:
             at += size
         groups.append(tuple(spans))
     return replace(program, groups=tuple(groups))
+
+
+# ---- changes that leave all work where it is, so that what goes wrong is a hang ----
+
+
+def hasten_receive(program: Program, random: Random) -> Program:
+    """A receive is posted earlier."""
+    return _rearranged(program, random, -1, lambda kind: kind.is_message and not kind.is_send)
+
+
+def delay_send(program: Program, random: Random) -> Program:
+    """A send is posted later."""
+    return _rearranged(program, random, +1, lambda kind: kind.is_send)
+
+
+def exchange_neighbours(program: Program, random: Random) -> Program:
+    """Two neighbouring messages change places."""
+    return _rearranged(program, random, random.choice((-1, 1)), lambda kind: kind.is_message, only_messages=True)
+
+
+def _rearranged(
+    program: Program, random: Random, step: int, kinds: Callable[[Kind], bool], only_messages: bool = False
+) -> Program:
+    rows = [list(row) for row in program.rows]
+    row = _some_row(rows, random)
+    places = [at for at, action in enumerate(row) if kinds(action.kind)]
+    at = random.choice(places or [0])
+    for _ in range(1 if only_messages else random.randint(1, 6)):
+        beside = at + step
+        if not places or not 0 <= beside < len(row) or (only_messages and not row[beside].kind.is_message):
+            break
+        row[at], row[beside] = row[beside], row[at]
+        at = beside
+    return _with_groups(program, rows, [list(program.spans(rank)) for rank in range(len(rows))])
+
+
+def split_group(program: Program, random: Random) -> Program:
+    """A group becomes two, or loses the message at one end."""
+
+    def split(spans: list[Span], at: int) -> None:
+        start, stop = spans[at]
+        middle = random.randint(start, stop)
+        halves = [(start, middle), (middle, stop)]
+        spans[at : at + 1] = [half for half in halves if half[1] - half[0] > random.randint(0, 1)]
+
+    return _with_one_changed(program, random, split)
+
+
+def merge_groups(program: Program, random: Random) -> Program:
+    """A group takes in the messages beside it, and with them the groups that they are in."""
+
+    def merge(spans: list[Span], at: int) -> None:
+        start, stop = spans[at]
+        start, stop = max(0, start - random.randint(0, 2)), stop + random.randint(0, 2)
+        spans[:] = [span for span in spans if span[1] <= start or span[0] >= stop] + [(start, stop)]
+
+    return _with_one_changed(program, random, merge)
+
+
+def other_channel(program: Program, random: Random) -> Program:
+    """Other messages share a queue, or ranks wait in every message."""
+    rules = random.choice([{"channel": each} for each in get_args(Channel)] + [{"blocking": True}])
+    return replace(program, semantics=replace(program.semantics, **rules))
+
+
+def _with_one_changed(program: Program, random: Random, change: Callable[[list[Span], int], None]) -> Program:
+    spans = [list(program.spans(rank)) for rank in range(len(program.rows))]
+    own = random.choice([each for each in spans if each] or [[]])
+    if own:
+        change(own, random.randrange(len(own)))
+    return _with_groups(program, [list(row) for row in program.rows], spans)
+
+
+def _with_groups(program: Program, rows: Rows, spans: list[list[Span]]) -> Program:
+    """The program with these rows, and of these groups the ones that hold messages only."""
+    fitting = tuple(
+        tuple(span for span in sorted(own) if span[1] <= len(row) and all(a.kind.is_message for a in row[slice(*span)]))
+        for own, row in zip(spans, rows, strict=True)
+    )
+    return replace(program, rows=tuple(map(ActionRow, rows)), groups=fitting)
+
+
+#: Those that change who waits for whom in groups and queues.
+WAITING = [hasten_receive, delay_send, exchange_neighbours, split_group, merge_groups, regrouped, other_channel]

@@ -7,6 +7,7 @@ its end must be refused, what it can must be accepted.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -27,7 +28,7 @@ from pipert.scheduler.verify import Proof, verify
 from pipert.scheduler.vocabulary import Vocabulary
 from tests.scheduler.brute_force import run
 from tests.scheduler.layouts import ALL_SEMANTICS, any_semantics, lowering_options, schedules, v_shaped
-from tests.scheduler.mutations import MUTATIONS, Mutation, mutated, regrouped
+from tests.scheduler.mutations import MUTATIONS, WAITING, Mutation, mutated, regrouped
 
 
 def wrong_sum(program: Program) -> bool:
@@ -131,6 +132,36 @@ def test_no_mutant_of_any_kind_escapes_and_no_valid_one_is_refused(mutation: Mut
     for _ in range(150):
         outcomes[agree(mutated(random_program(random), [mutation], random)).ok] += 1
     assert outcomes[mutation.__name__ == "split_backward"] > 30  # the test tests something
+
+
+def grouped_program(random: Random) -> Program:
+    """A small program with groups, for rules under which messages wait; by tag, as most others are refused as swaps."""
+    name = random.choice([*GENERATORS, "v-shaped"])
+    ranks, microbatches = random.randint(2, 4), random.randint(1, 3)
+    chunks = random.randint(1, 2) if name != "v-shaped" and GENERATORS[name].chunked else 1
+    schedule = v_shaped(ranks, microbatches) if name == "v-shaped" else generate(name, ranks, microbatches, chunks)
+    rules = Semantics(
+        "drawn",
+        buffered=random.random() < 0.2,
+        blocking=random.random() < 0.5,
+        matching=random.choice(("tag", "tag", "tag", "order")),
+        channel=random.choice(("message", "pair", "direction", "rank", "rank")),
+        grouped=True,
+    )
+    program = lower(schedule, rules, meta=random.choice(((), (), (0,))))
+    return program if random.random() < 0.5 else regrouped(program, random)
+
+
+@pytest.mark.parametrize("mutation", WAITING, ids=lambda mutation: mutation.__name__)
+def test_groups_and_queues_that_hang_are_refused_and_no_others(mutation: Callable[[Program, Random], Program]) -> None:
+    random, outcomes = Random(mutation.__name__), Counter[str]()
+    for _ in range(100):
+        program = mutation(grouped_program(random), random)
+        for more in random.choices(WAITING, k=random.randint(1, 3)):
+            program = more(program, random)
+        proof = agree(program)
+        outcomes["safe" if proof.ok else proof.faults[0].rule] += 1
+    assert min(outcomes["deadlock"], outcomes["safe"]) >= 20, outcomes  # the test tests something
 
 
 def test_compiled_and_plain_kernels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
