@@ -8,7 +8,7 @@ from pipert.scheduler.generators.registry import GENERATORS
 from tests.scheduler.every_layout import Layout, layouts, prove
 
 #: One layout in so many.
-STEP = 64
+STEP = 128
 
 
 @pytest.mark.parametrize("name", GENERATORS)
