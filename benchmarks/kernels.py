@@ -162,6 +162,8 @@ def main() -> int:
     parser.add_argument("--part", choices=PARTS, help="only this")
     parser.add_argument("--dtype", choices=list(DTYPES), help="only this")
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device cuda, but torch {torch.__version__} sees no GPU")
     threads = sorted({1, min(2, os.cpu_count() or 1)}) if options.device == "cpu" else [torch.get_num_threads()]
     torch._inductor.config.cpp.dynamic_threads = True  # type: ignore[attr-defined]  # one build for all of them
     torch._dynamo.config.recompile_limit = 64
