@@ -45,6 +45,7 @@ class TorchTransport(Transport):
     has left the cause of a failure in the default group's store, or the deadline has passed.
 
     Attributes:
+        device: with NCCL the GPU that was current when the transport was made.
         counters: messages and bytes started here, by kind.
     """
 
@@ -63,6 +64,8 @@ class TorchTransport(Transport):
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.tag_bound = 2**31
+        if self._backend == "nccl":
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.semantics: Mapping[str, object] = MappingProxyType(dict(_SEMANTICS[self._backend]))
         self.counters = Counters()
 

@@ -16,7 +16,7 @@ from pipert.comm.rccl_pairs import Queues
 from pipert.comm.transport import Transport
 from pipert.config import Config
 from pipert.errors import ConfigError
-from pipert.recipe import check_mesh
+from pipert.recipe import check_mesh, make_mesh
 from pipert.verify_run import Comparison, verify_run
 from tests.mpi_harness import run_mpi
 from tests.test_verify_run import SMALL, TINY, configured
@@ -92,6 +92,20 @@ def test_more_streams_than_a_gpu_runs_at_once_are_refused_on_every_rank(monkeypa
     run_ranks(4, of_groups)
     queues[0] = 3
     run_ranks(4, of_messages)
+
+
+def test_the_ranks_of_a_machine_get_its_gpus_in_turn_before_the_mesh_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    monkeypatch.setenv("MPI_LOCALRANKID", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(Mesh, "from_mpi", lambda **options: calls.append(options["tensors"]))
+    for tensors in ("mpi", "rccl"):
+        make_mesh(configured(tmp_path, f"parallel.tensors={tensors}"))
+    assert calls == ["mpi", 3, "rccl"]
 
 
 @pytest.mark.mpi
