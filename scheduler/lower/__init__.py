@@ -71,16 +71,7 @@ def lower(
         ScheduleError: this is a program already, or the schedule has an action that is no computation, is out of range,
             or stands on a rank that does not own its stage.
     """
-    if isinstance(schedule, Program):
-        raise ScheduleError("this is a program, so it has been lowered before; lower its schedule, program.schedule")
-    if not isinstance(semantics, Semantics):
-        raise SemanticsError(
-            f"semantics = {semantics!r:.60} is not a Semantics; semantics.NAMED has them by name: {', '.join(NAMED)}"
-        )
-    if not 0 <= trainable_from <= schedule.num_stages:
-        raise LayoutError(f"trainable_from = {trainable_from} must be in 0 .. {schedule.num_stages}, the stages")
-    if prefetch < 0:
-        raise LayoutError(f"prefetch = {prefetch} must be >= 0")
+    _check_arguments(schedule, semantics, trainable_from, prefetch)
     if zero not in range(4) or (zero and not reduce):
         raise LayoutError(f"zero = {zero} must be 0 .. 3, and above 0 there are replicas: reduce = True")
     if zero >= 2 and vocabulary is not None:
@@ -104,6 +95,20 @@ def lower(
     program = add_steps(program, at_end=not alike) if early else program
     program = add_offloads(program, offload or {})
     return group_exchanges(program)
+
+
+def _check_arguments(schedule: Schedule, semantics: Semantics, trainable_from: int, prefetch: int) -> None:
+    """Refuse what is no schedule, no transport, or out of range."""
+    if isinstance(schedule, Program):
+        raise ScheduleError("this is a program, so it has been lowered before; lower its schedule, program.schedule")
+    if not isinstance(semantics, Semantics):
+        raise SemanticsError(
+            f"semantics = {semantics!r:.60} is not a Semantics; semantics.NAMED has them by name: {', '.join(NAMED)}"
+        )
+    if not 0 <= trainable_from <= schedule.num_stages:
+        raise LayoutError(f"trainable_from = {trainable_from} must be in 0 .. {schedule.num_stages}, the stages")
+    if prefetch < 0:
+        raise LayoutError(f"prefetch = {prefetch} must be >= 0")
 
 
 def _check(schedule: Schedule) -> None:
