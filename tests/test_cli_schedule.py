@@ -452,14 +452,11 @@ def test_the_documentation_has_examples() -> None:
     "words", ["list", "show 1f1b", "check interleaved --chunks 2 --transport mpi", "simulate 1f1b"]
 )
 def test_it_imports_no_torch_mpi_or_compiler(words: str) -> None:
-    code = (
-        "import atexit, sys\n"
-        "atexit.register(lambda: print(*{name.split('.')[0] for name in sys.modules}))\n"
-        "from pipert.cli import main; main()"
-    )
+    code = "import atexit, sys\natexit.register(lambda: print(*sys.modules))\nfrom pipert.cli import main; main()"
     call = [sys.executable, "-c", code, "schedule", *words.split()]
     done = subprocess.run(call, capture_output=True, text=True, timeout=120, check=True)
-    assert not set(done.stdout.splitlines()[-1].split()) & {"torch", "mpi4py", "numba", "matplotlib"}
+    slow = {"torch", "mpi4py", "numba", "matplotlib", "networkx", "rich", "numpy.ma"}
+    assert not set(done.stdout.splitlines()[-1].split()) & slow
 
 
 def test_a_large_schedule_is_checked() -> None:

@@ -28,7 +28,7 @@ from pipert.scheduler.transports import transport as named_transport
 Number = TypeVar("Number", int, float)
 
 Source = Annotated[
-    str, typer.Argument(metavar="NAME|FILE", help="A schedule's name (pipert schedule list), a file, or -.")
+    str, typer.Argument(metavar="NAME|FILE", help="A name (pipert schedule list), a file, or - for standard input.")
 ]
 Ranks = Annotated[int, typer.Option("--ranks", help="Pipeline ranks of a schedule made by name.")]
 Microbatches = Annotated[int, typer.Option("--microbatches", help="Its micro-batches.")]
