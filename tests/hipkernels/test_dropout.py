@@ -40,6 +40,12 @@ def test_dropout_and_its_gradients_equal_the_reference_mask(library: Library, co
         assert torch.equal(residual.grad, dy)
 
 
+@pytest.mark.parametrize(("columns", "offset"), [(64, 2**32), (64, 2**34 + 4), (63, 2**34 + 1), (63, 2**32 - 70)])
+def test_masks_go_on_behind_element_2_to_the_32(library: Library, columns: int, offset: int) -> None:
+    y = hk.bias_dropout_add(torch.ones(2, 3, columns), p=0.5, keys=keys(2), offset=offset)
+    assert torch.equal(y != 0, kept(keys(2), 3 * columns, offset, 2**31).reshape(y.shape))
+
+
 @pytest.mark.parametrize("offset", [0, 1, 2, 3, 4, 24])
 def test_a_sample_cut_in_pieces_has_the_mask_of_the_whole(library: Library, offset: int) -> None:
     whole = hk.bias_dropout_add(torch.ones(2, 40, 8), p=0.5, keys=keys(2))
