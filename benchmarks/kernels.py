@@ -1,7 +1,7 @@
 """The fused kernels against torch eager, torch.compile (inductor) and torch's fused AdamW, and against copying memory.
 
-    python benchmarks/kernels.py                    the CPU, one thread and two; at most four minutes
-    python benchmarks/kernels.py --full             every size
+    python benchmarks/kernels.py                    the CPU, one thread and two
+    python benchmarks/kernels.py --small            only the smallest size of each part
     python benchmarks/kernels.py --part norm --dtype float32     one part in one dtype, without the bars on means
     python benchmarks/kernels.py --device cuda      an AMD or NVIDIA GPU
 
@@ -87,18 +87,18 @@ def measure(case: Case, rounds: int, device: str) -> dict[str, float]:
     return {**ratios, "of copy bandwidth" if case.bounded else "of copying": seconds["copy"] / seconds["ours"]}
 
 
-def cases(part: str, dtype: torch.dtype, full: bool, device: str) -> Iterator[Case]:
-    """The cases of a part; `full` adds the other sizes."""
+def cases(part: str, dtype: torch.dtype, small: bool, device: str) -> Iterator[Case]:
+    """The cases of a part; `small` leaves out all sizes but the smallest."""
     gpu = device == "cuda"
     if part == "loss":
         yield from loss_cases(4096 if gpu else 1024, 50304, dtype, device)
     elif part == "optimizer":
         sizes = (40_000_000, 160_000_000) if gpu else (10_000_000, 40_000_000)
-        for n in sizes if full else sizes[:1]:
+        for n in sizes[:1] if small else sizes:
             yield from optimizer_cases(n, dtype, device)
     else:
         shapes = GPU_SHAPES if gpu else SHAPES
-        for shape in shapes if full else shapes[:1]:
+        for shape in shapes[:1] if small else shapes:
             yield from BLOCK[part](*shape, dtype, device)
 
 
@@ -144,7 +144,7 @@ def measure_part(part: str, dtype: str, options: argparse.Namespace, threads: li
         torch.set_num_threads(threads[-1])
         return report(f"GPT forward and backward {dtype}", gpt(DTYPES[dtype], options.rounds, options.device))
     figures: dict[str, float] = {}
-    for case in cases(part, DTYPES[dtype], options.full, options.device):
+    for case in cases(part, DTYPES[dtype], options.small, options.device):
         for count in threads:
             torch.set_num_threads(count)
             name = f"{case.name}, {count} threads" if options.device == "cpu" else case.name
@@ -158,7 +158,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--full", action="store_true", help="every size")
+    parser.add_argument("--small", action="store_true", help="only the smallest sizes")
     parser.add_argument("--part", choices=PARTS, help="only this")
     parser.add_argument("--dtype", choices=list(DTYPES), help="only this")
     options = parser.parse_args()

@@ -72,7 +72,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(f"pipert.hipkernels.{_HOMES[name]}"), name)
+        found = getattr(importlib.import_module(f"pipert.hipkernels.{_HOMES[name]}"), name)
+        return globals().setdefault(name, found)  # looked up once
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -34,10 +34,12 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LEAST_SHARED = 1 << 15
 #: Where launchers (MPICH, Open MPI, PMIx, Slurm, torchrun) tell a process its rank.
 _RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID", "RANK")
+_NUMBERS = frozenset({int, float, bool})
 _REASONS = {
     1: "a dtype that this kernel does not take",
     2: "an impossible size",
     3: "rows too long for the threads of one block",
+    4: "no memory",
 }
 
 
@@ -67,7 +69,7 @@ class Library:
         self._ffi = cffi.FFI()
         header = (SOURCES / "kernels.h").read_text()
         self._ffi.cdef(header)
-        self._pointer = self._ffi.typeof("void *")
+        self._entries: dict[str, Any] = {}
         _share_runtime(device)
         try:
             self._functions: Any = self._ffi.dlopen(str(path))
@@ -92,43 +94,56 @@ class Library:
             KernelInputError: a tensor is on another device than the others, not contiguous, or without memory.
             KernelLaunchError: the launcher returned a code.
         """
-        device, converted = self._convert(name, arguments)
-        function = getattr(self._functions, f"pipert_{name}")
+        device, elements, converted = self._convert(name, arguments)
+        function = self._entries.get(name) or self._enter(name)
         if self.device == "cpu":
-            worth = max(work, *(a.numel() for a in arguments if isinstance(a, torch.Tensor))) >= LEAST_SHARED
-            code = function(*converted, self._ffi.cast(self._pointer, torch.get_num_threads() if worth else 1))
+            code = function(*converted, torch.get_num_threads() if max(work, elements) >= LEAST_SHARED else 1)
         else:
             with torch.cuda.device(device):
-                stream = torch.cuda.current_stream(device).cuda_stream
-                code = function(*converted, self._ffi.cast(self._pointer, stream))
+                code = function(*converted, torch.cuda.current_stream(device).cuda_stream)
         if code:
             raise KernelLaunchError(f"kernel {name} returned {code}: {self._explain(code)}")
+
+    def _enter(self, name: str) -> Any:
+        """``pipert_<name>``, with addresses as plain numbers: cffi's pointers would cost more than small kernels."""
+        function = getattr(self._functions, f"pipert_{name}")
+        kinds = ["uintptr_t" if a.kind == "pointer" else a.cname for a in self._ffi.typeof(function).args]
+        entry = self._ffi.cast(f"int(*)({', '.join(kinds)})", function)
+        return self._entries.setdefault(name, entry)
 
     def emulate(self, wave: int, threads: int = 0, order: int = 0, seed: int = 1) -> None:
         """Steer the emulator (``emulated`` libraries): see ``pipert_emulate`` in ``csrc/kernels.h``."""
         if self._functions.pipert_emulate(wave, threads, order, seed):
             raise KernelInputError(f"no emulation with waves of {wave}, {threads} threads, order {order}")
 
-    def _convert(self, name: str, arguments: tuple[Any, ...]) -> tuple[torch.device, list[Any]]:
-        """The tensors' device, and the arguments as C takes them."""
+    def _convert(self, name: str, arguments: tuple[Any, ...]) -> tuple[torch.device, int, list[Any]]:
+        """The tensors' device, the elements of the largest, and the arguments as C takes them."""
         device: torch.device | None = None
-        converted = []
+        elements = 0
+        converted: list[Any] = []
         for argument in arguments:
-            strided = isinstance(argument, Address)
-            tensor = argument.tensor if strided else argument
-            if not isinstance(tensor, torch.Tensor):
-                converted.append(self._ffi.NULL if tensor is None else tensor)
+            kind = type(argument)
+            if kind in _NUMBERS:
+                converted.append(argument)
                 continue
+            if argument is None:
+                converted.append(0)
+                continue
+            tensor = argument.tensor if kind is Address else argument
             device = device or tensor.device
             if tensor.device != device or device.type != self.device:
                 raise KernelInputError(
                     f"kernel {name}: a tensor on {tensor.device} among others on {device} ({self.path})"
                 )
-            if not strided and not tensor.is_contiguous():
-                raise KernelInputError(f"kernel {name}: strides {tensor.stride()} of a tensor that must be contiguous")
-            converted.append(self._ffi.cast(self._pointer, pointer_of(name, tensor)))
+            if kind is not Address:
+                elements = max(elements, tensor.numel())
+                if not tensor.is_contiguous():
+                    raise KernelInputError(
+                        f"kernel {name}: strides {tensor.stride()} of a tensor that must be contiguous"
+                    )
+            converted.append(pointer_of(name, tensor))
         assert device is not None
-        return device, converted
+        return device, elements, converted
 
     def _explain(self, code: int) -> str:
         if code == 90:

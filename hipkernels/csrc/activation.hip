@@ -29,7 +29,7 @@ PORT_KERNEL(gelu_forward, T *y, const T *x, const float *bias, int64_t rows, int
 template <class T, int V, int TANH>
 PORT_OWNER_KERNEL(gelu_backward, T *dx, float *workspace, const T *dy, const T *x, const float *bias, int64_t rows,
             int64_t columns, int64_t each) {
-  Owned<V> dbias(workspace + PORT_BLOCK * columns, columns);
+  Owned<T, V> dbias(workspace + PORT_BLOCK * columns, columns);
   const int64_t end = port_smaller(rows, (PORT_BLOCK + 1) * each);
   for (int64_t row = PORT_BLOCK * each; row < end; ++row) {
     const T *in = x + row * columns, *up = dy + row * columns;

@@ -33,7 +33,7 @@ PORT_KERNEL(cross_entropy_statistics, float *statistics, const T *logits, const 
       const float base = seen.most == PORT_LOWEST ? 0.0f : seen.most;
       const Two sums = lanes_sum_two<V>(begin, stop, [&](int64_t i) {
         const auto x = load<V>(in + i) - base;
-        return Two{total(map(x, [](float z) { return port_exp(z); })), total(x)};
+        return addends(map(x, [](float z) { return port_exp(z); }), x);
       });
       seen.powers += sums.a;
       seen.rest += sums.b;

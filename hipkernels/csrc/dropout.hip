@@ -47,7 +47,7 @@ PORT_KERNEL(dropout_forward, T *y, const T *x, const float *bias, const T *resid
 template <class T, int V>
 PORT_OWNER_KERNEL(dropout_backward, T *dx, float *workspace, const T *dy, Samples samples, int64_t rows, int64_t columns,
             int64_t each, float factor) {
-  Owned<V> dbias(workspace + PORT_BLOCK * columns, columns);
+  Owned<T, V> dbias(workspace + PORT_BLOCK * columns, columns);
   const int64_t end = port_smaller(rows, (PORT_BLOCK + 1) * each);
   for (int64_t row = PORT_BLOCK * each; row < end; ++row) {
     const T *in = dy + row * columns;

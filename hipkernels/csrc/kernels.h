@@ -1,10 +1,11 @@
 /* What the library offers, and the only text that cffi reads: plain C, no preprocessor beyond #define of numbers.
 
    Launchers return 0, or a code and have done nothing: 1 a dtype that does not go here, 2 an impossible size, 3 rows
-   too long for a block's threads, 90 a fault in the emulator, 100 + n the device runtime's error n. They only start
-   work: `stream` is a stream of the device, or on the CPU the number of threads to use. Matrices are dense, rows of
-   `columns` elements. `x` and results have storage type `dtype`; `float` is fp32 whatever the dtype. A pointer that may
-   be null says so. Nothing allocates: a `workspace` needs no initial value. */
+   too long for a block's threads, 4 no memory (of the host), 90 a fault in the emulator, 100 + n the device runtime's
+   error n. They only start work: `stream` is a stream of the device, or on the CPU the number of threads to use.
+   Matrices are dense, rows of `columns` elements. `x` and results have storage type `dtype`; `float` is fp32 whatever
+   the dtype. A pointer that may be null says so. Nothing allocates device memory: a `workspace` needs no initial value.
+   */
 
 #define PIPERT_FP32 0
 #define PIPERT_BF16 1

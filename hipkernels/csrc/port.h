@@ -13,6 +13,7 @@
 //   PORT_THREAD, PORT_THREADS         this thread's number in its block, and how many there are
 //   PORT_WAVE                         lanes a wave
 //   PORT_SHARED(type, name, count)    memory of the block (LDS)
+//   PORT_PREFETCH(pointer)            this memory will be read soon
 //   PORT_BARRIER()                    every thread of the block gets here, or none
 //   port_shuffle_xor(value, mask)     the value of lane (lane ^ mask); every lane of the wave gets here, or none
 //   PORT_ALIGNED(p, alignment)        p is a multiple of alignment, or the emulator says so
@@ -47,6 +48,7 @@ enum {
   PORT_BAD_DTYPE = 1,   // no such dtype, or not for this argument
   PORT_BAD_SIZE = 2,    // a negative or impossible size
   PORT_TOO_WIDE = 3,    // rows are longer than the threads of a block can own
+  PORT_NO_MEMORY = 4,   // of the host
   PORT_FAILED = 100,    // plus the code of the device's runtime
 };
 

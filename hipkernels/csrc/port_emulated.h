@@ -30,6 +30,7 @@
 #define PORT_ALIGNED(p, alignment) \
   if ((uintptr_t)(p) % (alignment)) port_emulated_wait(PORT_MISALIGNED, __FILE__, __LINE__)
 #define PORT_UNROLL
+#define PORT_PREFETCH(p) ((void)(p))
 #define PORT_GRID 5
 // The least elements that are worth a block of their own, a multiple of 16.
 #define PORT_LEAST_CHUNK 304

@@ -31,6 +31,7 @@ typedef hipStream_t port_stream_t;
 #define PORT_BARRIER() __syncthreads()
 #define PORT_ALIGNED(p, alignment) ((void)0)
 #define PORT_UNROLL _Pragma("unroll")
+#define PORT_PREFETCH(p) ((void)(p))
 
 // Blocks of a grid over independent rows or elements. More than enough for every device; the scheduler does the rest.
 #define PORT_GRID 65536

@@ -44,7 +44,7 @@ PORT_KERNEL(softmax_forward, T *y, const T *x, Mask mask, int64_t rows, int64_t 
       // With nothing seen every score is minus infinity; its power relative to 0 is 0, and the row becomes 0.
       const float base = most == PORT_LOWEST ? 0.0f : most;
       const auto power = [&](float value) { return port_exp(value - base); };
-      float sum = lanes_sum<V>(0, packed, [&](int64_t i) { return total(map(score(i, Size<V>{}), power)); });
+      float sum = lanes_sum<V>(0, packed, [&](int64_t i) { return addend(map(score(i, Size<V>{}), power)); });
       if constexpr (V > 1) sum += lanes_sum<1>(packed, seen, [&](int64_t i) { return power(score(i, Size<1>{})); });
       sum = block_sum(sum);
       const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
@@ -64,7 +64,7 @@ PORT_KERNEL(softmax_backward, T *dx, const T *dy, const T *y, int64_t rows, int6
     const T *in = dy + row * columns, *result = y + row * columns;
     T *out = dx + row * columns;
     const float dot = block_sum(
-        lanes_sum<V>(0, columns, [&](int64_t i) { return total(load<V>(in + i) * load<V>(result + i)); }));
+        lanes_sum<V>(0, columns, [&](int64_t i) { return addend(load<V>(in + i) * load<V>(result + i)); }));
     lanes_each<V>(0, columns, [&](int64_t i) { store(out + i, load<V>(result + i) * (load<V>(in + i) - dot) * scale); });
   }
 }

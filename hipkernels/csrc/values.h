@@ -1,217 +1,19 @@
-// Storage types and packs of neighbouring elements.
-//
-// Arithmetic is in float. Memory holds float, bfloat16 or half. A thread works on packs of V neighbouring elements, so
-// that a GPU moves 16 bytes an instruction; `Lanes<V>` is the pack, and Lanes<1> is plain float, which is all the CPU
-// mode ever uses. Loops over a row run through lanes_each, lanes_sum and lanes_max: on a GPU the threads of a block take
-// turns, on the CPU they are vector loops.
+// Loops over the elements of a row. They run through lanes_each, lanes_sum and lanes_max: on a GPU the threads of a block
+// take turns, on the CPU they are vector loops.
 #pragma once
 
-#include "port.h"
-
-struct bf16 {
-  uint16_t bits;
-};
-struct fp16 {
-  uint16_t bits;
-};
-
-PORT_DEVICE uint32_t bits_of(float x) {
-#if defined(__CUDACC__)
-  return __float_as_uint(x);
-#else
-  return __builtin_bit_cast(uint32_t, x);
-#endif
-}
-
-PORT_DEVICE float float_of(uint32_t bits) {
-#if defined(__CUDACC__)
-  return __uint_as_float(bits);
-#else
-  return __builtin_bit_cast(float, bits);
-#endif
-}
-
-PORT_DEVICE float widen(float x) { return x; }
-PORT_DEVICE float widen(bf16 x) { return float_of((uint32_t)x.bits << 16); }
-
-PORT_DEVICE void narrow(float x, float &out) { out = x; }
-
-// Round to nearest even; NaN stays NaN.
-PORT_DEVICE void narrow(float x, bf16 &out) {
-  const uint32_t bits = bits_of(x);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  out.bits = (uint16_t)(x != x ? 0x7fc0u : rounded);
-}
-
-#if defined(__CUDACC__)
-PORT_DEVICE float widen(fp16 x) {
-  float wide;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
-  return wide;
-}
-PORT_DEVICE void narrow(float x, fp16 &out) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(x)); }
-#elif PORT_GPU
-PORT_DEVICE float widen(fp16 x) { return (float)__builtin_bit_cast(_Float16, x.bits); }
-PORT_DEVICE void narrow(float x, fp16 &out) { out.bits = __builtin_bit_cast(uint16_t, (_Float16)x); }
-#else
-// In integer arithmetic and without branches, so that loops with it become vector loops on every CPU.
-PORT_DEVICE float widen(fp16 x) {
-  const uint32_t magnitude = (uint32_t)(x.bits & 0x7fffu) << 13;
-  const uint32_t exponent = magnitude & 0x0f800000u;
-  const uint32_t normal = magnitude + (112u << 23);
-  const uint32_t special = magnitude + (224u << 23);
-  const float subnormal = float_of(magnitude + (113u << 23)) - float_of(113u << 23);
-  const uint32_t wide = exponent == 0x0f800000u ? special : exponent == 0 ? bits_of(subnormal) : normal;
-  return float_of(wide | (uint32_t)(x.bits & 0x8000u) << 16);
-}
-PORT_DEVICE void narrow(float x, fp16 &out) {
-  const uint32_t bits = bits_of(x), sign = bits & 0x80000000u, magnitude = bits ^ sign;
-  const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
-  const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  const uint32_t half = magnitude >= 0x47800000u ? special : magnitude < 0x38800000u ? subnormal : normal;
-  out.bits = (uint16_t)(half | sign >> 16);
-}
-#endif
-
-template <int V>
-struct Pack {
-  float v[V];
-};
-template <int V>
-struct LanesOf {
-  typedef Pack<V> type;
-};
-template <>
-struct LanesOf<1> {
-  typedef float type;
-};
-template <int V>
-using Lanes = typename LanesOf<V>::type;
-
-// Widest pack of a storage type: 16 bytes.
-template <class T>
-struct Widest {
-  static constexpr int lanes = PORT_ONE_THREAD ? 1 : (int)(16 / sizeof(T));
-};
-
-#define PORT_OPERATOR(op)                                                          \
-  template <int V>                                                                 \
-  PORT_DEVICE Pack<V> operator op(Pack<V> a, const Pack<V> &b) {                   \
-    PORT_UNROLL for (int k = 0; k < V; ++k) a.v[k] = a.v[k] op b.v[k];             \
-    return a;                                                                      \
-  }                                                                                \
-  template <int V>                                                                 \
-  PORT_DEVICE Pack<V> operator op(Pack<V> a, float b) {                            \
-    PORT_UNROLL for (int k = 0; k < V; ++k) a.v[k] = a.v[k] op b;                  \
-    return a;                                                                      \
-  }                                                                                \
-  template <int V>                                                                 \
-  PORT_DEVICE Pack<V> operator op(float a, Pack<V> b) {                            \
-    PORT_UNROLL for (int k = 0; k < V; ++k) b.v[k] = a op b.v[k];                  \
-    return b;                                                                      \
-  }
-PORT_OPERATOR(+)
-PORT_OPERATOR(-)
-PORT_OPERATOR(*)
-#undef PORT_OPERATOR
-
-// f on every lane.
-template <class F>
-PORT_DEVICE float map(float x, F f) {
-  return f(x);
-}
-template <int V, class F>
-PORT_DEVICE Pack<V> map(Pack<V> x, F f) {
-  PORT_UNROLL for (int k = 0; k < V; ++k) x.v[k] = f(x.v[k]);
-  return x;
-}
-template <class F>
-PORT_DEVICE float map(float x, float y, F f) {
-  return f(x, y);
-}
-template <int V, class F>
-PORT_DEVICE Pack<V> map(Pack<V> x, const Pack<V> &y, F f) {
-  PORT_UNROLL for (int k = 0; k < V; ++k) x.v[k] = f(x.v[k], y.v[k]);
-  return x;
-}
-
-// f(x, k) on every lane, with the lane's number.
-template <class F>
-PORT_DEVICE float map_lane(float x, F f) {
-  return f(x, 0);
-}
-template <int V, class F>
-PORT_DEVICE Pack<V> map_lane(Pack<V> x, F f) {
-  PORT_UNROLL for (int k = 0; k < V; ++k) x.v[k] = f(x.v[k], k);
-  return x;
-}
-
-PORT_DEVICE float total(float x) { return x; }
-template <int V>
-PORT_DEVICE float total(const Pack<V> &x) {
-  float sum = x.v[0];
-  PORT_UNROLL for (int k = 1; k < V; ++k) sum += x.v[k];
-  return sum;
-}
-PORT_DEVICE float largest(float x) { return x; }
-template <int V>
-PORT_DEVICE float largest(const Pack<V> &x) {
-  float most = x.v[0];
-  PORT_UNROLL for (int k = 1; k < V; ++k) most = x.v[k] > most ? x.v[k] : most;
-  return most;
-}
-
-template <class T, int V>
-struct alignas(sizeof(T) * V < 16 ? sizeof(T) * V : 16) Stored {
-  T v[V];
-};
-
-// V neighbours at p, which is aligned to them (or to 16 bytes).
-template <int V, class T>
-PORT_DEVICE Lanes<V> load(const T *p) {
-  if constexpr (V == 1) {
-    return widen(*p);
-  } else {
-    PORT_ALIGNED(p, alignof(Stored<T, V>));
-    const Stored<T, V> stored = *reinterpret_cast<const Stored<T, V> *>(p);
-    Pack<V> pack;
-    PORT_UNROLL for (int k = 0; k < V; ++k) pack.v[k] = widen(stored.v[k]);
-    return pack;
-  }
-}
-
-// x as it will be after it has been stored.
-template <class T>
-PORT_DEVICE float rounded(float x) {
-  T stored;
-  narrow(x, stored);
-  return widen(stored);
-}
-template <class T, int V>
-PORT_DEVICE Pack<V> rounded(Pack<V> x) {
-  PORT_UNROLL for (int k = 0; k < V; ++k) x.v[k] = rounded<T>(x.v[k]);
-  return x;
-}
-
-template <class T>
-PORT_DEVICE void store(T *p, float x) {
-  narrow(x, *p);
-}
-template <class T, int V>
-PORT_DEVICE void store(T *p, const Pack<V> &x) {
-  PORT_ALIGNED(p, alignof(Stored<T, V>));
-  Stored<T, V> stored;
-  PORT_UNROLL for (int k = 0; k < V; ++k) narrow(x.v[k], stored.v[k]);
-  *reinterpret_cast<Stored<T, V> *>(p) = stored;
-}
+#include "packs.h"
 
 // Calls f(i) for the first element i of every pack in [begin, end) that is this thread's.
 template <int V, class F>
 PORT_DEVICE void lanes_each(int64_t begin, int64_t end, F f) {
 #if PORT_ONE_THREAD
+  if constexpr (V > 1) {
+    for (int64_t i = begin; i < end; i += V) f(i);
+  } else {
 #pragma omp simd
-  for (int64_t i = begin; i < end; i += V) f(i);
+    for (int64_t i = begin; i < end; i += V) f(i);
+  }
 #else
   for (int64_t i = begin + PORT_THREAD * V; i < end; i += PORT_THREADS * V) f(i);
 #endif
@@ -221,64 +23,111 @@ PORT_DEVICE void lanes_each(int64_t begin, int64_t end, F f) {
 // vector's length.
 #define LANES_RUNNING 64
 
-// This thread's sum of f(i), a float.
-template <int V, class F>
-PORT_DEVICE float lanes_sum(int64_t begin, int64_t end, F f) {
-  float sum = 0.0f;
-#if PORT_ONE_THREAD
-  alignas(64) float sums[LANES_RUNNING] = {};
-  for (; begin + LANES_RUNNING * V <= end; begin += LANES_RUNNING * V) {
-#pragma omp simd
-    for (int k = 0; k < LANES_RUNNING; ++k) sums[k] += f(begin + k * V);
-  }
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = begin; i < end; i += V) sum += f(i);
-#pragma omp simd reduction(+ : sum)
-  for (int k = 0; k < LANES_RUNNING; ++k) sum += sums[k];
-#else
-  for (int64_t i = begin + PORT_THREAD * V; i < end; i += PORT_THREADS * V) sum += f(i);
-#endif
-  return sum;
+template <class T>
+struct TwoOf {
+  T a, b;
+};
+typedef TwoOf<float> Two;
+template <class T>
+PORT_DEVICE TwoOf<T> operator+(const TwoOf<T> &x, const TwoOf<T> &y) {
+  return TwoOf<T>{x.a + y.a, x.b + y.b};
+}
+template <class T>
+PORT_DEVICE Two total(const TwoOf<T> &x) {
+  return Two{total(x.a), total(x.b)};
 }
 
-struct Two {
-  float a, b;
-};
-PORT_DEVICE Two operator+(Two x, Two y) { return Two{x.a + y.a, x.b + y.b}; }
-
-// This thread's sum of f(i), two floats.
-template <int V, class F>
-PORT_DEVICE Two lanes_sum_two(int64_t begin, int64_t end, F f) {
-  float a = 0.0f, b = 0.0f;
+// What sums add up of a pack: its total, or on the CPU the pack itself, whose total is taken once.
+template <class L>
+PORT_DEVICE auto addend(const L &x) {
 #if PORT_ONE_THREAD
-  alignas(64) float as[LANES_RUNNING] = {}, bs[LANES_RUNNING] = {};
-  for (; begin + LANES_RUNNING * V <= end; begin += LANES_RUNNING * V) {
+  return x;
+#else
+  return total(x);
+#endif
+}
+template <class L>
+PORT_DEVICE auto addends(const L &a, const L &b) {
+  return TwoOf<decltype(addend(a))>{addend(a), addend(b)};
+}
+
+#if PORT_ONE_THREAD
+// The sum of f(i), which are packs or two packs each.
+template <int V, class F>
+PORT_DEVICE auto packs_sum(int64_t begin, int64_t end, F f) {
+  constexpr int running = LANES_RUNNING / V;
+  decltype(f(begin)) sums[running] = {};
+  for (; begin + LANES_RUNNING <= end; begin += LANES_RUNNING) {
+#pragma GCC unroll 16
+    for (int k = 0; k < running; ++k) sums[k] = sums[k] + f(begin + k * V);
+  }
+  for (; begin < end; begin += V) sums[0] = sums[0] + f(begin);
+  for (int k = 1; k < running; ++k) sums[0] = sums[0] + sums[k];
+  return total(sums[0]);
+}
+#endif
+
+// This thread's sum of f(i), the addend of a pack.
+template <int V, class F>
+PORT_DEVICE float lanes_sum(int64_t begin, int64_t end, F f) {
+#if PORT_ONE_THREAD
+  if constexpr (V > 1) {
+    return packs_sum<V>(begin, end, f);
+  } else {
+    float sum = 0.0f;
+    alignas(64) float sums[LANES_RUNNING] = {};
+    for (; begin + LANES_RUNNING <= end; begin += LANES_RUNNING) {
 #pragma omp simd
-    for (int k = 0; k < LANES_RUNNING; ++k) {
-      const Two two = f(begin + k * V);
-      as[k] += two.a;
-      bs[k] += two.b;
+      for (int k = 0; k < LANES_RUNNING; ++k) sums[k] += f(begin + k);
     }
-  }
-#pragma omp simd reduction(+ : a, b)
-  for (int64_t i = begin; i < end; i += V) {
-    const Two two = f(i);
-    a += two.a;
-    b += two.b;
-  }
-#pragma omp simd reduction(+ : a, b)
-  for (int k = 0; k < LANES_RUNNING; ++k) {
-    a += as[k];
-    b += bs[k];
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = begin; i < end; ++i) sum += f(i);
+#pragma omp simd reduction(+ : sum)
+    for (int k = 0; k < LANES_RUNNING; ++k) sum += sums[k];
+    return sum;
   }
 #else
-  for (int64_t i = begin + PORT_THREAD * V; i < end; i += PORT_THREADS * V) {
-    const Two two = f(i);
-    a += two.a;
-    b += two.b;
-  }
+  float sum = 0.0f;
+  for (int64_t i = begin + PORT_THREAD * V; i < end; i += PORT_THREADS * V) sum += f(i);
+  return sum;
 #endif
-  return Two{a, b};
+}
+
+// This thread's sum of f(i), the addends of two packs.
+template <int V, class F>
+PORT_DEVICE Two lanes_sum_two(int64_t begin, int64_t end, F f) {
+#if PORT_ONE_THREAD
+  if constexpr (V > 1) {
+    return packs_sum<V>(begin, end, f);
+  } else {
+    float a = 0.0f, b = 0.0f;
+    alignas(64) float as[LANES_RUNNING] = {}, bs[LANES_RUNNING] = {};
+    for (; begin + LANES_RUNNING <= end; begin += LANES_RUNNING) {
+#pragma omp simd
+      for (int k = 0; k < LANES_RUNNING; ++k) {
+        const Two two = f(begin + k);
+        as[k] += two.a;
+        bs[k] += two.b;
+      }
+    }
+#pragma omp simd reduction(+ : a, b)
+    for (int64_t i = begin; i < end; ++i) {
+      const Two two = f(i);
+      a += two.a;
+      b += two.b;
+    }
+#pragma omp simd reduction(+ : a, b)
+    for (int k = 0; k < LANES_RUNNING; ++k) {
+      a += as[k];
+      b += bs[k];
+    }
+    return Two{a, b};
+  }
+#else
+  Two sum = {0.0f, 0.0f};
+  for (int64_t i = begin + PORT_THREAD * V; i < end; i += PORT_THREADS * V) sum = sum + f(i);
+  return sum;
+#endif
 }
 
 #define PORT_LOWEST (-__builtin_inff())
@@ -303,16 +152,16 @@ PORT_DEVICE float lanes_max(int64_t begin, int64_t end, F f) {
 }
 
 // Sums over rows for columns that a thread owns while its block goes through its rows: registers on a GPU, the block's
-// row of the workspace on the CPU.
-template <int V>
+// row of the workspace on the CPU. T is the storage type whose packs are added.
+template <class T, int V>
 struct Owned {
 #if PORT_ONE_THREAD
   float *sums;
   PORT_METHOD Owned(float *memory, int64_t columns) : sums(memory) {
     for (int64_t i = 0; i < columns; ++i) sums[i] = 0.0f;
   }
-  PORT_METHOD void add(int, int64_t i, float x) { sums[i] += x; }
-  PORT_METHOD void write(int64_t) {}
+  PORT_METHOD void add(int, int64_t i, const Lanes<V> &x) { store(sums + i, load<V>(sums + i) + x); }
+  PORT_METHOD void write(int64_t columns) { order_elements<T, V>(sums, columns); }
 #else
   static constexpr int packs = PORT_VALUES / V;
   float *memory;
@@ -334,8 +183,7 @@ struct Owned {
 template <int V, class F>
 PORT_DEVICE void owned_each(int64_t columns, F f) {
 #if PORT_ONE_THREAD
-#pragma omp simd
-  for (int64_t i = 0; i < columns; ++i) f(0, i);
+  lanes_each<V>(0, columns, [&](int64_t i) { f(0, i); });
 #else
   PORT_UNROLL for (int k = 0; k < PORT_VALUES / V; ++k) {
     const int64_t i = (PORT_THREAD + k * PORT_THREADS) * V;
@@ -413,14 +261,14 @@ static int with_dtype(int dtype, F f) {
   }
 }
 
-// Host side: calls f with the widest pack that every row of `columns` elements can be cut into, for pointers that are
-// aligned to it.
+// Host side: what limits packs, the columns of a row and the alignment of pointers. On the CPU columns alone do, so that
+// results do not depend on where a tensor lies.
 struct Width {
   bool aligned = true;
   int64_t columns;
   explicit Width(int64_t c) : columns(c) {}
   Width &pointer(const void *p) {
-    aligned = aligned && (uintptr_t)p % 16 == 0;
+    aligned = aligned && (PORT_ONE_THREAD || (uintptr_t)p % 16 == 0);
     return *this;
   }
 };
@@ -428,11 +276,20 @@ template <int V>
 struct Size {
   static constexpr int value = V;
 };
-template <class T, class F>
-static int with_width(const Width &width, F f) {
-  constexpr int widest = Widest<T>::lanes;
-  if constexpr (widest > 1) {
-    if (width.aligned && width.columns % widest == 0) return f(Size<widest>{});
+
+// Calls f with this many lanes a pack if every row can be cut into such packs, else with one.
+template <int WIDEST, class F>
+static int with_lanes(const Width &width, F f) {
+  if constexpr (WIDEST > 1) {
+    if (width.aligned && width.columns % WIDEST == 0) return f(Size<WIDEST>{});
   }
   return f(Size<1>{});
+}
+template <class T, class F>
+static int with_width(const Width &width, F f) {
+  return with_lanes<Widest<T>::lanes>(width, f);
+}
+template <class T, class F>
+static int with_arithmetic_width(const Width &width, F f) {
+  return with_lanes<WidestArithmetic<T>::lanes>(width, f);
 }

@@ -11,7 +11,8 @@ from torch.autograd.graph import increment_version
 
 from pipert.hipkernels.errors import KernelInputError
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_NO_TENSOR = frozenset({type(None), bool, int, float, str})
 _DERIVATIVES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 
@@ -52,22 +53,29 @@ class Operator:
                 f"{self.op.name()}: kernels have no derivatives under torch.func or in forward mode; use torch's own "
                 "function there, as pipert's layers do where pipert.hipkernels.usable says no"
             )
-        if not _plain(arguments):
+        if _watched():
             return self.op(*arguments)
-        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
-            if self.function is None:
+        wants_gradient = False
+        for argument in arguments:
+            kind = type(argument)
+            if kind in _PLAIN:
+                wants_gradient = wants_gradient or argument.requires_grad
+            elif kind not in _NO_TENSOR and isinstance(argument, torch.Tensor):
                 return self.op(*arguments)
-            return self.function.apply(*arguments)
-        return self.implementation(*arguments)
+        if not wants_gradient or not torch.is_grad_enabled():
+            return self.implementation(*arguments)
+        if self.function is None:
+            return self.op(*arguments)
+        return self.function.apply(*arguments)
 
 
-def _plain(arguments: tuple[Any, ...]) -> bool:
-    """Whether nobody watches these tensors' operations."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-        return False
-    if torch._C._get_tracing_state() is not None:
-        return False
-    return all(type(a) in _PLAIN for a in _tensors(arguments))
+def _watched() -> bool:
+    """Whether somebody watches operations: a dispatch mode, a transformation, a trace."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def _transformed(arguments: tuple[Any, ...]) -> bool:
@@ -87,13 +95,17 @@ def _tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def _function(name: str, implementation: Callable[..., Any], gradients: Any, save: Any) -> Any:
-    """The operator as a function of autograd."""
-    methods = {
-        # Without the implementation's own defaults (such as out=None), which autograd would fill in.
-        "forward": staticmethod(lambda *arguments: implementation(*arguments)),
-        "setup_context": staticmethod(save),
-        "backward": staticmethod(gradients),
-    }
+    """The operator as a function of autograd.
+
+    In one piece: with ``setup_context`` apart, which only transformations need, torch inspects signatures every call.
+    """
+
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        results = implementation(*arguments)
+        save(ctx, arguments, results)
+        return results
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
     return type(name.replace("::", "_"), (torch.autograd.Function,), methods)
 
 

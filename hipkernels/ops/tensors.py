@@ -63,7 +63,9 @@ def column_vector(operation: str, x: torch.Tensor, **vectors: torch.Tensor | Non
 
 def floats(vector: torch.Tensor | None) -> torch.Tensor | None:
     """The vector as contiguous fp32, which is what kernels read whatever the dtype of the matrix."""
-    return None if vector is None else vector.detach().to(torch.float32).contiguous()
+    if vector is None or (vector.dtype is torch.float32 and vector.is_contiguous()):
+        return vector
+    return vector.detach().to(torch.float32).contiguous()
 
 
 def result(
@@ -75,7 +77,7 @@ def result(
         KernelInputError: out is unlike x, not contiguous, wants a gradient, or is laid over a part of an input.
     """
     if out is None:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return x.new_empty(x.shape)
     same_shape(operation, x, out=out)
     if not out.is_contiguous():
         raise KernelInputError(f"{operation}: out has strides {out.stride()}; it must be contiguous")

@@ -53,14 +53,20 @@ def test_rows_are_shared_out_among_blocks_whatever_their_number(library: Library
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [40, 96])
 @pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
 def test_the_residual_is_added_and_takes_part_in_the_gradient(
-    library: Library, dtype: torch.dtype, centred: bool
+    library: Library, dtype: torch.dtype, columns: int, centred: bool
 ) -> None:
-    x, residual, weight = leaf(randn(5, 40, dtype=dtype)), leaf(randn(5, 40, dtype=dtype, seed=1)), leaf(randn(40))
+    shape = (5, columns)
+    x, residual, weight = (
+        leaf(randn(*shape, dtype=dtype)),
+        leaf(randn(*shape, dtype=dtype, seed=1)),
+        leaf(randn(columns)),
+    )
     y, h = (hk.add_layer_norm if centred else hk.add_rms_norm)(x, residual, weight)
     assert torch.equal(h, x + residual)
-    dy, dh = randn(5, 40, dtype=dtype, seed=2), randn(5, 40, dtype=dtype, seed=3)
+    dy, dh = randn(*shape, dtype=dtype, seed=2), randn(*shape, dtype=dtype, seed=3)
     torch.autograd.backward([y, h], [dy, dh])
     h64, weight64 = double(h), double(weight)
     y64 = expected_norm(h64, weight64, None, centred)
@@ -129,13 +135,24 @@ def test_rows_too_long_for_the_threads_of_a_block_are_right_as_well(library: Lib
     assert_close(weight.grad, weight64.grad, 8.0)
 
 
-def test_rows_with_infinities_or_nan_spoil_only_themselves(library: Library) -> None:
-    x = randn(4, 33)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [33, 96])
+def test_rows_with_infinities_or_nan_spoil_only_themselves(library: Library, dtype: torch.dtype, columns: int) -> None:
+    x = randn(4, columns, dtype=dtype)
     x[1, 5], x[2, 7] = float("inf"), float("nan")
     y = hk.layer_norm(x)
     assert y[[0, 3]].isfinite().all()
     assert y[1].isnan().any()
     assert y[2].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [33, 96])
+def test_results_that_are_subnormal_are_rounded_to_nearest(library: Library, dtype: torch.dtype, columns: int) -> None:
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    x, weight = randn(4, columns, dtype=dtype), torch.full((columns,), 40.0 * smallest)
+    expected = F.rms_norm(x.double(), (columns,), weight.double(), 1e-5)
+    assert (hk.rms_norm(x, weight).double() - expected).abs().max() <= 0.501 * smallest
 
 
 @pytest.mark.parametrize(("place", "outlier"), [(0, 0.0), (0, 1e4), (5, 1e4), (0, -3e6)])
@@ -165,6 +182,14 @@ def test_out_is_written_and_nothing_beside_it(library: Library) -> None:
     assert torch.equal(memory[[0, 3]], torch.full((2, 10), 7.0))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_do_not_depend_on_where_a_tensor_lies(host: Library, dtype: torch.dtype) -> None:
+    x, weight = randn(3, 64, dtype=dtype), randn(64)
+    beside = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(3, 64)  # at no multiple of 16 bytes
+    with use(host):
+        assert torch.equal(hk.layer_norm(x, weight), hk.layer_norm(beside, weight))
+
+
 def test_gradients_are_those_of_finite_differences() -> None:
     x, residual, weight, bias = (leaf(randn(*s).double()) for s in [(3, 5), (3, 5), (5,), (5,)])
     assert torch.autograd.gradcheck(lambda *a: hk.add_layer_norm(*a), (x, residual, weight, bias))
@@ -189,8 +214,12 @@ def test_what_does_not_fit_is_refused() -> None:
             call()
 
 
-def test_results_do_not_depend_on_the_run_or_the_number_of_threads(host: Library) -> None:
-    x, weight, bias, dy = randn(600, 257), randn(257), randn(257, seed=1), randn(600, 257, seed=2)
+@pytest.mark.parametrize(("columns", "dtype"), [(257, torch.float32), (256, torch.float32), (256, torch.bfloat16)])
+def test_results_do_not_depend_on_the_run_or_the_number_of_threads(
+    host: Library, columns: int, dtype: torch.dtype
+) -> None:
+    x, dy = (randn(600, columns, dtype=dtype, seed=seed) for seed in (0, 2))
+    weight, bias = randn(columns), randn(columns, seed=1)
 
     def run(threads: int) -> list[torch.Tensor]:
         before = torch.get_num_threads()
