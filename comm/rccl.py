@@ -8,13 +8,11 @@ order on all ranks; none is made later.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -23,16 +21,15 @@ from pipert.comm.collectives import check_arithmetic
 from pipert.comm.counters import Counters
 from pipert.comm.errors import HangError, JobAborted, MessageError, OptionError, TransportError
 from pipert.comm.rccl_agree import SEMANTICS, Channel, agree, check_same
+from pipert.comm.rccl_family import Family, Use
 from pipert.comm.rccl_lanes import Lane, Operation, RcclRequest, Settling, launch
-from pipert.comm.rccl_library import Library, RcclError
-from pipert.comm.rccl_pairs import Pair, Queues, check_queues, queues_of, rounds
+from pipert.comm.rccl_library import RcclError
+from pipert.comm.rccl_pairs import Pair, rounds
 from pipert.comm.rccl_streams import on_device
 from pipert.comm.rccl_sums import SUMMED, summable
 from pipert.comm.reduction import reduce_in_order
 from pipert.comm.transport import Request, Transport
 
-#: What a lane is for: messages, a group's collectives, or nothing that a step does (the world, a rank alone).
-_Use = Literal["messages", "group", ""]
 #: Seconds in which the cause of a failure arrives from the rank that has broken a communicator off.
 _CAUSE = 1.0
 
@@ -43,27 +40,6 @@ class _Done:
     def test(self) -> bool:
         """True."""
         return True
-
-
-@dataclass(frozen=True)
-class _Family:
-    """What a transport has in common with all those split from it.
-
-    Attributes:
-        lanes: all of them that are open, to be ended together, and what each is for.
-    """
-
-    library: Library
-    device: torch.device
-    channel: Channel
-    lanes: dict[Lane, _Use] = field(default_factory=dict)
-
-    def lane(self, comm: Any, use: _Use) -> Lane:
-        self.lanes[lane := Lane(self.library, comm, self.device)] = use
-        return lane
-
-    def count(self, use: _Use) -> int:
-        return sum(each == use for each in self.lanes.values())
 
 
 class RcclTransport(Transport):
@@ -82,7 +58,7 @@ class RcclTransport(Transport):
         counters: messages and bytes started here, by kind.
     """
 
-    def __init__(self, family: _Family, control: Transport, lane: Lane) -> None:
+    def __init__(self, family: Family, control: Transport, lane: Lane) -> None:
         """Use a communicator of the control's ranks; see `over`."""
         self._family, self._control, self._lane = family, control, lane
         self._library, self.device = family.library, family.device
@@ -110,9 +86,9 @@ class RcclTransport(Transport):
         if channel not in get_args(Channel):
             raise OptionError(f"channel = {channel!r} is unknown; use one of {', '.join(get_args(Channel))}")
         library, device, identity = agree(control, channel)
-        family = _Family(library, device, channel)
+        family = Family(library, device, channel)
         with on_device(device):
-            lane = family.lane(library.init(control.size, identity, control.rank), "")
+            lane = family.lane(library.init(control.size, identity, control.rank), "none")
         transport = cls(family, control, lane)
         transport._settle([lane], f"making an RCCL communicator of {control.size} ranks")
         return transport
@@ -131,7 +107,7 @@ class RcclTransport(Transport):
             check_peer(rank, self.size, "rank")
         check_same(self.exchange(json.dumps(wanted).encode()), "connects the pairs")
         mine = sum(self.rank in pair for pair in wanted)
-        self._check_queues(messages=mine * (2 if self._family.channel == "direction" else 1))
+        self._family.check_queues(self.exchange, messages=mine * (2 if self._family.channel == "direction" else 1))
         for disjoint in rounds(wanted):
             self._connect(next((pair for pair in disjoint if self.rank in pair), None))
         self._connected.update(wanted)
@@ -320,7 +296,7 @@ class RcclTransport(Transport):
             with self._first_cause():
                 self._control.wait(request, doing, peer)
         except (JobAborted, HangError):
-            self._end()
+            self._family.end()
             raise
 
     def _settle(self, lanes: Sequence[Lane], doing: str = "starting operations of RCCL") -> None:
@@ -366,38 +342,22 @@ class RcclTransport(Transport):
         """
         control = self._control.split(color, key)
         several = control is not None and control.size > 1
-        self._check_queues(groups=int(several))
-        lane = self._divide(color, key, "group" if several else "")
+        self._family.check_queues(self.exchange, groups=int(several))
+        lane = self._divide(color, key, "group" if several else "none")
         return None if control is None or lane is None else RcclTransport(self._family, control, lane)
 
-    def _check_queues(self, messages: int = 0, groups: int = 0) -> None:
-        """Refuse, on every rank, so many more streams than there are if that is more than a GPU runs at once."""
-        queues = queues_of(self.device, os.environ, hip=torch.version.hip is not None)
-        if queues is None:
-            return
-        family = self._family
-        mine = [family.count("messages") + messages, family.count("group") + groups, -queues.number]
-        columns = zip(*map(json.loads, self.exchange(json.dumps(mine).encode())), strict=True)
-        most_messages, most_groups, fewest = map(max, columns)
-        check_queues(most_messages, most_groups, Queues(queues.variable, -fewest))
-
-    def _divide(self, color: int | None, key: int, use: _Use) -> Lane | None:
+    def _divide(self, color: int | None, key: int, use: Use) -> Lane | None:
         """A lane for the ranks of each color."""
         with on_device(self.device), self._first_cause():
-            comm = self._library.split(self._lane.comm, color, key)
-        lane = None if comm is None else self._family.lane(comm, use)
+            place = self._library.split(self._lane.comm, color, key)
+        lane = None if place is None else self._family.lane(place, use)
         self._settle([self._lane] if lane is None else [self._lane, lane], "dividing an RCCL communicator")
         return lane
 
     def abort(self, error: BaseException) -> None:
         """See `Transport.abort`."""
         self._control.abort(error)
-        self._end()
-
-    def _end(self) -> None:
-        """The job has failed: end all operations, or GPUs would wait in them for ever."""
-        while self._family.lanes:
-            self._family.lanes.popitem()[0].close("ncclCommAbort")
+        self._family.end()
 
     def close(self) -> None:
         """Give the communicators back, and close the control. Every rank closes, in the same order. Idempotent.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipert.comm import rccl
+from pipert.comm import rccl_family
 from pipert.comm.errors import TransportError
 from pipert.comm.local import run_ranks
 from pipert.comm.mesh import Mesh
@@ -76,7 +76,7 @@ def test_a_mesh_that_moves_tensors_otherwise_than_configured_is_refused(tmp_path
 
 def test_more_streams_than_a_gpu_runs_at_once_are_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     queues: list[int] = [2]
-    monkeypatch.setattr(rccl, "queues_of", lambda *_, hip: Queues("GPU_MAX_HW_QUEUES", queues[0]))
+    monkeypatch.setattr(rccl_family, "queues_of", lambda *_, hip: Queues("GPU_MAX_HW_QUEUES", queues[0]))
 
     def of_groups(transport: Transport) -> None:
         with pytest.raises(TransportError, match=r"0 streams for messages, 2 for.*runs 2 queues.*GPU_MAX_HW_QUEUES=8"):
