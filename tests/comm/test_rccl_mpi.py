@@ -30,7 +30,7 @@ COMMON = """
 
 
 def run(ranks: int, script: str, library: Path, **options: object) -> JobResult:
-    return run_mpi(ranks, COMMON + script, timeout=150, env={"PIPERT_RCCL": str(library)}, **options)
+    return run_mpi(ranks, COMMON + script, timeout=240, env={"PIPERT_RCCL": str(library)}, **options)
 
 
 def test_processes_get_the_numbers_of_one_over_rccl(standin: Path, tmp_path: Path) -> None:
