@@ -41,8 +41,12 @@ def stage_costs(
 
 
 def measured_stage_costs(timelines: Sequence[Timeline], expected: Costs, num_stages: int) -> Costs:
-    """What each stage took in some steps; whole backwards divided as expected, messages as expected."""
-    measured, wanted = measured_costs(timelines, num_stages).table(num_stages), expected.table(num_stages)
+    """What each stage took in some steps; whole backwards divided as expected, messages as expected.
+
+    The least time of an action counts, as for blocks that are measured alone: whatever disturbs a step makes it longer,
+    now on one rank, now on another, and a schedule must not be made for that.
+    """
+    measured, wanted = measured_costs(timelines, num_stages, min).table(num_stages), expected.table(num_stages)
     inputs, weights = measured[Kind.I].copy(), measured[Kind.W].copy()
     split = np.array(
         [any(a.kind is Kind.W and a.stage == s for each in timelines for _, a, _, _ in each) for s in range(num_stages)]

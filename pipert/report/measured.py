@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, median, median_low
 
 from pipert.errors import ConfigError
@@ -24,10 +24,12 @@ def typical(timelines: Sequence[Timeline]) -> Timeline:
     return next(timeline for timeline in timelines if timeline.makespan == middle)
 
 
-def measured_costs(timelines: Sequence[Timeline], num_stages: int) -> Costs:
+def measured_costs(
+    timelines: Sequence[Timeline], num_stages: int, usual: Callable[[Sequence[float]], float] = median
+) -> Costs:
     """The duration of each kind of computation on each stage. Messages cost nothing.
 
-    That of one action is its median over the steps, that of a kind and stage the mean over its micro-batches: they are
+    That of one action is the usual one of the steps, that of a kind and stage the mean over its micro-batches: they are
     not alike (the first one's weight gradients are taken, later ones are added), and a rank's work is their sum.
 
     Simulating with these tells how long the same computations take in the same order when nobody waits for anything but
@@ -36,17 +38,18 @@ def measured_costs(timelines: Sequence[Timeline], num_stages: int) -> Costs:
     Args:
         timelines: of some steps.
         num_stages: stages of the pipeline; one without a measurement costs 0.
+        usual: of an action's times in the steps.
     """
     durations: defaultdict[Action, list[float]] = defaultdict(list)
     for timeline in timelines:
         for _, action, start, end in timeline:
             if action.kind.is_compute:
                 durations[action].append(end - start)
-    usual: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for action, seconds in durations.items():
-        usual[action.kind, action.stage].append(median(seconds))
+    seconds: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for action, times in durations.items():
+        seconds[action.kind, action.stage].append(usual(times))
     cost = {
-        kind: tuple(fmean(usual.get((kind, stage), [0.0])) for stage in range(num_stages))
+        kind: tuple(fmean(seconds.get((kind, stage), [0.0])) for stage in range(num_stages))
         for kind in Kind
         if kind.is_compute
     }
