@@ -89,14 +89,11 @@ def run(mesh: pipert.Mesh, folder: Path, rounds: int) -> dict[str, float]:
             f"{name}, predicted gain over 1F1B": median(expected),
             f"{name}, gain over 1F1B, distance from the predicted one": abs(ratio(gains, expected) - 1),
         }
-    ours, theirs = (_best(seconds, who) for who in ("pipert", "torch"))
+    ours, theirs = (
+        min((name for name in seconds if name.startswith(who)), key=lambda name: median(seconds[name]))
+        for who in ("pipert", "torch")
+    )
     return figures | {"speed of pipert's best over torch's best": ratio(seconds[theirs], seconds[ours])}
-
-
-def _best(seconds: dict[str, list[float]], who: str) -> str:
-    """The fastest contestant of one side, judged round by round against the same one of all."""
-    names = [name for name in seconds if name.startswith(who)]
-    return min(names, key=lambda name: ratio(seconds[name], seconds["pipert 1f1b"]))
 
 
 def _predicted(pipe: pipert.Pipeline, timeline: Timeline) -> float:
