@@ -1,6 +1,7 @@
 """Lower bounds: how fast any order of a schedule's work can be.
 
-`makespan_bound` is about the actions of one schedule, `lower_bound` about all schedules of some work within a memory.
+`makespan_bound` is about the actions of one schedule or program, `lower_bound` about all schedules of some work within
+a memory.
 """
 
 from __future__ import annotations
@@ -12,34 +13,40 @@ from pipert.scheduler.compiled import compiled
 from pipert.scheduler.costs import Costs
 from pipert.scheduler.instance import Instance, Limits
 from pipert.scheduler.placement import Placement
+from pipert.scheduler.program import Program
 from pipert.scheduler.schedule import Schedule
 from pipert.scheduler.worklist import Ints, Seconds
 
 
-def makespan_bound(schedule: Schedule, costs: Costs) -> float:
-    """The least makespan that any order of the same actions on the same ranks can have, whatever its memory.
+def makespan_bound(target: Schedule | Program, costs: Costs) -> float:
+    """The least makespan that any order of the same computations on the same ranks can have, whatever its memory.
 
     No rank can begin before the first forward has come to its first stage, nor do its work in less than its sum; and
-    where backwards are whole, its last one has still to go down to stage 0. Nor can a micro-batch go up and down the
-    pipeline faster than by one action after the other.
+    where backwards are whole, its last one has still to go down to the first stage that is trained. Nor can a
+    micro-batch go up and down the pipeline faster than by one action after the other.
 
     Args:
-        schedule: a schedule that `verify` finds right.
+        target: a schedule that `verify` finds right, or one of forwards alone; or a program, which may run only a part
+            of its schedule.
         costs: how long actions and hand-overs take.
     """
-    stages, owners = schedule.num_stages, np.array(schedule.placement.owners)
+    stages, owners = target.num_stages, np.array(target.placement.owners)
+    rows = [row.computations() for row in target.rows]
     table = costs.table(stages)
-    work, split = np.zeros(schedule.num_ranks), np.zeros(stages, dtype=bool)
-    for rank, row in enumerate(schedule.rows):
-        work[rank] = table[row.kinds, row.stages].sum()
-        split[row.stages[row.kinds == Kind.W]] = True
+    there = np.zeros((len(Kind), stages), dtype=bool)
+    for row in rows:
+        there[row.kinds, row.stages] = True
+    each = np.where(there, table, 0.0)
     hops = table[Kind.SEND_F, :-1] * (owners[:-1] != owners[1:])
-    down = np.where(split, table[Kind.I], table[Kind.B])
-    begins = np.append(0.0, np.cumsum(table[Kind.F, :-1] + hops))  # when the first forward reaches each stage
-    remains = np.append(0.0, np.cumsum(down[:-1] + hops))  # from the end of a stage's backward to that of stage 0
-    path = begins[-1] + table[Kind.F, -1] + down[-1] + remains[-1] + (table[Kind.W, 0] if split[0] else 0.0)
-    firsts = [schedule.placement.stages_of(rank)[0] for rank in range(schedule.num_ranks)]
-    has_weights = [bool((row.kinds == Kind.W).any()) for row in schedule.rows]
+    up, back = hops * there[Kind.F, 1:], hops * (there[Kind.B, :-1] | there[Kind.I, :-1])
+    down = np.where(there[Kind.I], each[Kind.I], each[Kind.B])
+    begins = np.append(0.0, np.cumsum(each[Kind.F, :-1] + up))  # when the first forward reaches each stage
+    remains = np.append(0.0, np.cumsum(down[:-1] + back))  # from the end of a stage's backward to that of the first one
+    lowest = int(np.argmax(there[Kind.B] | there[Kind.I]))  # the first stage that is trained
+    path = begins[-1] + each[Kind.F, -1] + down[-1] + remains[-1] + each[Kind.W, lowest]
+    work = np.array([table[row.kinds, row.stages].sum() for row in rows])
+    firsts = [target.placement.stages_of(rank)[0] for rank in range(len(rows))]
+    has_weights = [bool((row.kinds == Kind.W).any()) for row in rows]
     ranks = begins[firsts] + work + np.where(has_weights, 0.0, remains[firsts])
     return float(max(path, ranks.max()))
 

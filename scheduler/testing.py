@@ -189,6 +189,8 @@ def _search(
         tried += 1
         words = zip(("ranks", "microbatches", "chunks"), layout, strict=False)
         title = ", ".join(f"{name} = {value}" for name, value in words)
+        if not isinstance(made, Schedule | Program):
+            raise AssertionError(f"{title}\nthe generator returns {made!r:.60}; return a Schedule or a Program")
         _require(title, made, rules, limits(*layout) if callable(limits) else limits)
 
     every_layout()

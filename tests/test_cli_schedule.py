@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -327,6 +328,33 @@ def test_compare_on_a_transport_counts_messages(pipert_schedule) -> None:
     words = ("1f1b", "1f1b-eager", "--comm", "0.5", "--transport", "mpi")
     rows = {line.split()[0]: line.split() for line in pipert_schedule("compare", *words).out.splitlines()}
     assert float(rows["1f1b-eager"][2]) < float(rows["1f1b"][2])
+
+
+def test_compare_counts_in_the_bound_only_what_a_program_runs(pipert_schedule, tmp_path: Path) -> None:
+    made = lower(generate("1f1b", 4, 8), MPI, trainable_from=4)
+    (tmp_path / "evaluation").write_text(dumps(made))
+    done = pipert_schedule("compare", tmp_path / "evaluation")
+    assert re.search(r"1f1b +1 +11 .* 11 +0.0%\n", done.out)
+    rubbish = dumps(made).partition("rank 0")[0] + "".join(f"rank {rank}:\nschedule {rank}: 9F9\n" for rank in range(4))
+    (tmp_path / "rubbish").write_text(rubbish)
+    assert pipert_schedule("compare", tmp_path / "rubbish").code == 1
+
+
+@pytest.mark.parametrize("name", ["a[/b]", "a[bold]"])
+def test_compare_prints_names_as_they_are(pipert_schedule, tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text(dumps(generate("1f1b", 2, 2)).replace("name 1f1b", f"name {name}"))
+    done = pipert_schedule("compare", tmp_path / "file")
+    assert done.code == 0
+    assert f" {name} " in done.out
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_what_the_output_s_encoding_cannot_show_does_not_end_the_command(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "file").write_text(dumps(generate("1f1b", 2, 2)).replace("name 1f1b", r'name "a\ud800"'))
+    call = [sys.executable, "-m", "pipert", "schedule", "check", str(tmp_path / "file")]
+    done = subprocess.run(call, capture_output=True, timeout=60, env=os.environ | {"PYTHONIOENCODING": encoding})
+    assert done.returncode == 0
+    assert done.stdout.startswith(rb"safe: a\ud800, 2 ranks")
 
 
 def test_a_trace_is_written_for_perfetto(pipert_schedule, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ It starts quickly: a command's module, and with it torch or numba, is imported w
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -53,6 +54,9 @@ def build() -> TyperGroup:
 
 def main() -> None:
     """Run the ``pipert`` command; pipert's own errors end it with one message and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # what a terminal or pipe cannot show must not end the command
+            stream.reconfigure(errors="backslashreplace")
     try:
         build()(prog_name="pipert")
     except (PipertError, CommError, ScheduleError) as error:

@@ -28,7 +28,6 @@ from pipert.scheduler.costs import Costs
 from pipert.scheduler.difference import Difference
 from pipert.scheduler.errors import UnsafeProgramError
 from pipert.scheduler.generators.registry import GENERATORS
-from pipert.scheduler.program import Program
 from pipert.scheduler.simulate import simulate
 from pipert.scheduler.timeline import Timeline
 
@@ -89,9 +88,8 @@ def compare(
         except UnsafeProgramError as error:
             typer.echo(str(error))
             raise typer.Exit(1) from error
-        schedule = target.schedule if isinstance(target, Program) else target
         timelines.append(timeline)
-        rows.append(_figures(timeline, stages, makespan_bound(schedule, costs)))
+        rows.append(_figures(timeline, stages, makespan_bound(target, costs)))
     if picture is not None:
         save_picture(picture, *timelines)
     typer.echo(_table(rows))
@@ -127,6 +125,7 @@ def _table(rows: list[tuple[str, ...]]) -> str:
     """The figures of all schedules; the least makespan, bubbles and peak are bold in a terminal."""
     from rich import box
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -135,7 +134,7 @@ def _table(rows: list[tuple[str, ...]]) -> str:
     best = {at: min(float(row[at].rstrip("%")) for row in rows) for at in range(2, 6)}
     for row in rows:
         bold = [at in best and float(cell.rstrip("%")) == best[at] for at, cell in enumerate(row)]
-        table.add_row(*(f"[bold]{cell}[/]" if yes else cell for cell, yes in zip(row, bold, strict=True)))
+        table.add_row(*(f"[bold]{cell}[/]" if yes else escape(cell) for cell, yes in zip(row, bold, strict=True)))
     out = io.StringIO()
     wide = max(width(), 160)  # a terminal that is too narrow shall wrap a row, not lose parts of it
     Console(file=out, width=wide, force_terminal=colours(), highlight=False, legacy_windows=False).print(table)

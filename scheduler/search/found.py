@@ -13,7 +13,8 @@ class Found:
     """A schedule that was searched for, and how far it can be from the best one.
 
     Attributes:
-        schedule: the schedule, its backwards in halves; verified, within the limits.
+        schedule: the schedule, its backwards in halves (on a transport perhaps whole); verified,
+            within the limits.
         makespan: how long it takes with the costs; on a transport, how long `program` does.
         bound: no schedule of this work within these limits takes less.
         program: the schedule lowered for the transport that was given, verified; None if none was.

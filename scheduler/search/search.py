@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from pipert.scheduler.action import Kind
 from pipert.scheduler.bounds import bound_of
 from pipert.scheduler.costs import Costs
 from pipert.scheduler.errors import LayoutError
@@ -72,7 +73,7 @@ def search(
         limits: the most (stage, micro-batch) pairs whose activations a rank may keep, from F to the end of W: one
             number, or one for each rank; None for no limit.
         semantics: the message rules of a transport. The schedule is then chosen, among the best and the known ones, by
-            what its program takes there.
+            what its program takes there; a known one with whole backwards keeps them where it is faster so.
         effort: how many actions to visit in all.
         seed: of the random choices.
 
@@ -89,8 +90,16 @@ def search(
     best = [candidate.rows for candidate in _search(instance, costs, bound, positive("effort", effort), seed)]
     if semantics is None:
         return _answer(instance, costs, best[0], bound)
-    options = [_answer(instance, costs, rows, bound, semantics) for rows in (*best, *known(instance))]
+    # Messages of whole backwards may stand in another order than those of halves, and in a better one.
+    wholes = known(instance, halves=False) if _are_no_faster_whole(instance, costs) else ()
+    options = [_answer(instance, costs, rows, bound, semantics) for rows in (*best, *known(instance), *wholes)]
     return min(options, key=lambda found: found.makespan)
+
+
+def _are_no_faster_whole(instance: Instance, costs: Costs) -> bool:
+    """Whether backwards take no less whole than in halves, which the bound is about."""
+    whole = costs.table(instance.num_stages)[Kind.B]
+    return bool((whole >= (instance.inputs + instance.weights) * (1 - ROUNDING)).all())
 
 
 def _answer(

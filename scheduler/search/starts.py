@@ -16,11 +16,14 @@ from pipert.scheduler.row import Codes
 from pipert.scheduler.schedule import Schedule
 
 
-def known(instance: Instance) -> Iterator[list[Codes]]:
+def known(instance: Instance, *, halves: bool = True) -> Iterator[list[Codes]]:
     """The rows of every schedule with this placement that keeps the ranks' memory.
 
-    A backward becomes its two halves, one after the other: nothing is later than before, and the gradient leaves the
-    stage earlier.
+    Args:
+        instance: the work.
+        halves: a backward becomes its two halves, one after the other: no computation is later than before, and the
+            gradient leaves the stage earlier. Else rows are as they are known, and those without a whole backward are
+            left out.
     """
     placement, many = instance.placement, instance.microbatches
     ranks = placement.num_ranks
@@ -28,16 +31,18 @@ def known(instance: Instance) -> Iterator[list[Codes]]:
     for generator in GENERATORS.values():
         if (generator.chunked or generator.stages == chunks) and chunks * ranks == placement.num_stages:
             made = generator.make(ranks, many, chunks)
-            yield from _fitting(instance, made)
-    if placement == Placement.linear(ranks):
-        yield from _fitting(instance, zero_bubble("zb", ranks, many, max(ranks, int(instance.limits.max()))))
+            yield from _fitting(instance, made, halves)
+    if halves and placement == Placement.linear(ranks):
+        yield from _fitting(instance, zero_bubble("zb", ranks, many, max(ranks, int(instance.limits.max()))), halves)
 
 
-def _fitting(instance: Instance, schedule: Schedule) -> Iterator[list[Codes]]:
-    """The schedule's rows in halves, if it fits."""
+def _fitting(instance: Instance, schedule: Schedule, halves: bool) -> Iterator[list[Codes]]:
+    """The schedule's rows, in halves or as they are, if it fits."""
     if schedule.placement != instance.placement:
         return
-    rows = [in_halves(row.codes) for row in schedule.rows]
+    if not halves and not any((row.kinds == Kind.B).any() for row in schedule.rows):
+        return
+    rows = [in_halves(row.codes) if halves else row.codes for row in schedule.rows]
     if all(fits(row, limit) for row, limit in zip(rows, instance.limits.tolist(), strict=True)):
         yield rows
 

@@ -14,8 +14,11 @@ from pipert.scheduler.costs import Costs
 from pipert.scheduler.errors import LayoutError
 from pipert.scheduler.generators.registry import generate
 from pipert.scheduler.instance import Instance
+from pipert.scheduler.lower import lower
+from pipert.scheduler.lower.updates import update_program
 from pipert.scheduler.placement import Placement
 from pipert.scheduler.schedule import Schedule
+from pipert.scheduler.semantics import MPI
 from pipert.scheduler.simulate import simulate
 from tests.scheduler.exact import optimum, random_costs
 from tests.scheduler.layouts import schedules
@@ -28,6 +31,22 @@ def test_no_schedule_is_faster_than_its_bound(schedule: Schedule, data: st.DataO
     each = st.lists(durations, min_size=schedule.num_stages, max_size=schedule.num_stages)
     costs = Costs(*(data.draw(each | durations) for _ in range(2)), comm=data.draw(each | durations))
     assert makespan_bound(schedule, costs) <= simulate(schedule, costs).makespan + 1e-9
+
+
+@given(schedules(ranks=5, chunks=3, microbatches=6), st.data())
+def test_no_program_is_faster_than_its_bound_whatever_part_of_its_schedule_it_runs(
+    made: Schedule, data: st.DataObject
+) -> None:
+    costs = Costs(data.draw(durations), data.draw(durations), comm=data.draw(durations))
+    program = lower(made, MPI, trainable_from=data.draw(st.integers(0, made.num_stages)))
+    assert makespan_bound(program, costs) <= simulate(program, costs).makespan + 1e-9
+
+
+def test_a_program_s_bound_counts_only_the_work_that_it_runs() -> None:
+    made = generate("gpipe", 4, 8)
+    assert makespan_bound(lower(made, MPI, trainable_from=4), Costs(1, 2)) == 11  # an evaluation
+    assert makespan_bound(lower(made, MPI, trainable_from=3), Costs(1, 2)) == 3 + 8 * 3
+    assert makespan_bound(update_program(made.placement, MPI, [Kind.STEP]), Costs(1, 2)) == 0
 
 
 @given(st.integers(1, 8), st.integers(0, 20))

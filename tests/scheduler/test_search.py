@@ -24,7 +24,7 @@ from pipert.scheduler.search.dispatch import dispatch, rules
 from pipert.scheduler.search.improve import improve
 from pipert.scheduler.search.periodic import extend, fewer
 from pipert.scheduler.search.starts import in_halves, known
-from pipert.scheduler.semantics import MPI, MPI_SYNCHRONOUS, NCCL_PAIR, Semantics
+from pipert.scheduler.semantics import MPI, MPI_SYNCHRONOUS, NCCL_GROUPED, NCCL_PAIR, Semantics
 from pipert.scheduler.simulate import simulate
 from pipert.scheduler.verify import verify
 from tests.scheduler.exact import optimum, random_costs
@@ -152,6 +152,21 @@ def test_on_a_transport_the_program_counts(semantics: Semantics) -> None:
     assert found.program is not None and verify(found.program).ok
     assert found.program.schedule == found.schedule
     assert found.makespan == simulate(found.program, costs).makespan
+
+
+@pytest.mark.parametrize("semantics", [NCCL_PAIR, NCCL_GROUPED])
+def test_on_a_transport_no_known_schedule_with_whole_backwards_is_faster(semantics: Semantics) -> None:
+    costs = Costs(1, 2, comm=3)
+    for microbatches in (2, 3):
+        named = simulate(lower(generate("1f1b", 2, microbatches), semantics), costs)
+        found = search(costs, 2, microbatches, limits=named.peaks, semantics=semantics, effort=100_000)
+        assert found.bound <= found.makespan <= named.makespan
+
+
+def test_whole_backwards_that_take_less_than_their_halves_do_not_go_below_the_bound() -> None:
+    costs = Costs(1, 2, 2, 1, comm=0.5)
+    found = search(costs, 2, 4, limits=2, semantics=NCCL_PAIR, effort=100_000)
+    assert found.bound <= found.makespan
 
 
 def test_known_schedules_are_taken_in_halves() -> None:

@@ -138,6 +138,14 @@ def test_layouts_that_a_generator_refuses_are_left_out_unless_it_refuses_all() -
         assert_schedule_ok(3)  # type: ignore[arg-type]
 
 
+def test_a_generator_that_returns_something_else_is_told_so_with_the_layout() -> None:
+    def rows(ranks: int, microbatches: int) -> Any:
+        return None if ranks < 2 else one_f_one_b(ranks, microbatches)
+
+    with pytest.raises(AssertionError, match=r"^ranks = 1, microbatches = 1\nthe generator returns None; return a Sch"):
+        assert_schedule_ok(rows)
+
+
 # ---- strategies ----
 
 
