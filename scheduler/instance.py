@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,11 +81,11 @@ def _limits(limits: Limits, placement: Placement, microbatches: int) -> Ints:
     most = stages * microbatches
     if limits is None:
         return most
-    each = [limits] * len(stages) if isinstance(limits, int) else list(limits)
+    each = list(limits) if isinstance(limits, Iterable) else [limits] * len(stages)
     if len(each) != len(stages) or not all(map(is_whole, each)):
         raise LayoutError(f"limits = {limits!r:.60} for {len(stages)} ranks; give one integer, or one for each rank")
     for rank, (limit, least) in enumerate(zip(each, stages.tolist(), strict=True)):
         if limit < least:
             rule = f"one micro-batch needs {least}: an activation for each of its stages"
             raise LayoutError(f"rank {rank} may keep {limit} activations, but {rule}; raise the limit")
-    return np.minimum(np.array(each, dtype=np.int64), most)
+    return np.array([min(limit, has) for limit, has in zip(each, most.tolist(), strict=True)], dtype=np.int64)

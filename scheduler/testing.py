@@ -134,7 +134,7 @@ def assert_schedule_ok(
 
     Raises:
         AssertionError: something is unsafe; the message has the smallest layout and the picture of the fault.
-        LayoutError: the generator refuses every layout.
+        LayoutError: the generator refuses every layout, or no schedule or transport is called that.
     """
     rules = _rules(transport)
     if isinstance(target, Schedule | Program):
@@ -149,7 +149,8 @@ def _generator(target: Generator | str) -> tuple[Generator, bool]:
     """The function, and whether it takes stages a rank."""
     if isinstance(target, str):
         name = target
-        return lambda *layout: generate(name, *layout), target in GENERATORS and GENERATORS[target].chunked
+        generate(name, 1, 1)  # refuses a name that there is not
+        return lambda *layout: generate(name, *layout), GENERATORS[name].chunked
     if not callable(target):
         raise LayoutError(f"{target!r} makes no schedule; give a schedule, a program, a name, or a function")
     needed = [
@@ -202,6 +203,8 @@ def _rules(transport: str | Semantics | Sequence[str | Semantics] | None) -> tup
     if transport is None:
         return tuple(NAMED.values())
     several = [transport] if isinstance(transport, str | Semantics) else transport
+    if not several:
+        raise LayoutError("no transport to test for; name one, or leave transport out for all that have names")
     return tuple(named_transport(one) if isinstance(one, str) else one for one in several)
 
 

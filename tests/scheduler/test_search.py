@@ -186,6 +186,15 @@ def test_what_does_not_fit_is_refused() -> None:
         search(Costs(1, 2), 4, 0)
 
 
+def test_a_limit_may_be_any_whole_number_and_nothing_else() -> None:
+    most = search(Costs(1, 2), 2, 4)
+    assert search(Costs(1, 2), 2, 4, limits=10**30) == search(Costs(1, 2), 2, 4, limits=[10**30] * 2) == most
+    assert search(Costs(1, 2), 2, 4, limits=np.int64(2)) == search(Costs(1, 2), 2, 4, limits=2)  # type: ignore[arg-type]
+    for wrong in (2.0, True, "2"):
+        with pytest.raises(LayoutError, match=r"limits = .* for 2 ranks; give one integer, or one for each rank"):
+            search(Costs(1, 2), 2, 4, limits=wrong)  # type: ignore[arg-type]
+
+
 def test_the_answer_says_how_good_it_is() -> None:
     found = search(Costs(1, 2), 2, 4, limits=2)
     assert str(found) == "auto: makespan 13, bound 13: no schedule is faster"

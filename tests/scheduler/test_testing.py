@@ -134,6 +134,10 @@ def test_layouts_that_a_generator_refuses_are_left_out_unless_it_refuses_all() -
     assert_schedule_ok(even, transport="mpi")
     with pytest.raises(LayoutError, match=r"the generator refuses every layout up to \(8, 16, 1\)"):
         assert_schedule_ok(none)
+    with pytest.raises(LayoutError, match=r"no schedule is called '1f1c'.* 1f1b"):
+        assert_schedule_ok("1f1c")
+    with pytest.raises(LayoutError, match="no transport to test for"):
+        assert_schedule_ok("1f1b", transport=[])
     with pytest.raises(LayoutError, match="3 makes no schedule; give a schedule, a program, a name, or a function"):
         assert_schedule_ok(3)  # type: ignore[arg-type]
 
