@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from pipert.scheduler.action import Kind
@@ -109,6 +110,7 @@ def assert_schedule_ok(
     *,
     transport: str | Semantics | Sequence[str | Semantics] | None = None,
     limits: Callable[..., int | Sequence[int]] | int | Sequence[int] | None = None,
+    in_order: bool = False,
     most_ranks: int = 8,
     most_microbatches: int = 16,
     most_chunks: int = 3,
@@ -127,6 +129,8 @@ def assert_schedule_ok(
         transport: the transport's name or message rules, or several; all that have names if left out.
         limits: how many micro-batches of a rank's stages may be live at once, as for `verify`; or a function of the
             same arguments as the generator.
+        in_order: whether every stage must add its weights' gradients in the order of the micro-batches, so that sums
+            have the bits of one process.
         most_ranks: the largest number of ranks that is tried.
         most_microbatches: likewise of micro-batches.
         most_chunks: likewise of stages a rank.
@@ -138,11 +142,11 @@ def assert_schedule_ok(
     """
     rules = _rules(transport)
     if isinstance(target, Schedule | Program):
-        _require("", target, rules, limits() if callable(limits) else limits)
+        _require("", target, rules, limits() if callable(limits) else limits, in_order)
         return
     make, takes_chunks = _generator(target)
     sizes = (most_ranks, most_microbatches, most_chunks if takes_chunks else 1)
-    _search(make, rules, limits, sizes, examples, 3 if takes_chunks else 2)
+    _search(make, (rules, limits, in_order), sizes, examples, 3 if takes_chunks else 2)
 
 
 def _generator(target: Generator | str) -> tuple[Generator, bool]:
@@ -162,12 +166,17 @@ def _generator(target: Generator | str) -> tuple[Generator, bool]:
 
 
 def _search(
-    make: Generator, rules: Sequence[Semantics], limits: Any, sizes: tuple[int, int, int], examples: int, arguments: int
+    make: Generator,
+    wanted: tuple[Sequence[Semantics], Any, bool],
+    sizes: tuple[int, int, int],
+    examples: int,
+    arguments: int,
 ) -> None:
     """Let hypothesis look for the smallest layout that fails."""
     from hypothesis import HealthCheck, Phase, given, settings
 
-    tried = 0
+    tried, refusal = 0, ""
+    rules, limits, in_order = wanted
 
     @settings(
         max_examples=examples,
@@ -181,22 +190,25 @@ def _search(
     )
     @given(ranks(sizes[0]), microbatches(sizes[1]), chunks(sizes[2]))
     def every_layout(p: int, m: int, v: int) -> None:
-        nonlocal tried
+        nonlocal tried, refusal
         layout = (p, m, v)[:arguments]
         try:
             made = make(*layout)
-        except ValueError:
+        except ValueError as error:
+            refusal = refusal or str(error)
             return
         tried += 1
         words = zip(("ranks", "microbatches", "chunks"), layout, strict=False)
         title = ", ".join(f"{name} = {value}" for name, value in words)
         if not isinstance(made, Schedule | Program):
             raise AssertionError(f"{title}\nthe generator returns {made!r:.60}; return a Schedule or a Program")
-        _require(title, made, rules, limits(*layout) if callable(limits) else limits)
+        _require(title, made, rules, limits(*layout) if callable(limits) else limits, in_order)
 
     every_layout()
     if not tried:
-        raise LayoutError(f"the generator refuses every layout up to {sizes} (ranks, micro-batches, stages a rank)")
+        raise LayoutError(
+            f"the generator refuses every layout up to {sizes} (ranks, micro-batches, stages a rank): {refusal}"
+        )
 
 
 def _rules(transport: str | Semantics | Sequence[str | Semantics] | None) -> tuple[Semantics, ...]:
@@ -208,10 +220,25 @@ def _rules(transport: str | Semantics | Sequence[str | Semantics] | None) -> tup
     return tuple(named_transport(one) if isinstance(one, str) else one for one in several)
 
 
-def _require(title: str, target: Schedule | Program, rules: Sequence[Semantics], limits: Any) -> None:
+def _require(title: str, target: Schedule | Program, rules: Sequence[Semantics], limits: Any, in_order: bool) -> None:
     """Fail with the picture of the first fault on any of the transports."""
-    for found in _faults(target, rules, limits):
+    for found in chain(_disorder(target) if in_order else (), _faults(target, rules, limits)):
         raise AssertionError(f"{title}\n{found}" if title else found)
+
+
+def _disorder(target: Schedule | Program) -> Iterator[str]:
+    """The stages that add weight gradients in another order than that of the micro-batches."""
+    for rank, row in enumerate(target.rows):
+        last: dict[int, int] = {}
+        for action in row:
+            if action.kind in (Kind.B, Kind.W):
+                before = last.get(action.stage, -1)
+                if action.microbatch < before:
+                    yield (
+                        f"rank {rank}: {action} comes after the weight gradient of micro-batch {before}; "
+                        "sums in another order are rounded otherwise than in one process"
+                    )
+                last[action.stage] = action.microbatch
 
 
 def _faults(target: Schedule | Program, rules: Sequence[Semantics], limits: Any) -> Iterator[str]:

@@ -46,3 +46,4 @@ def test_what_does_not_fit_is_refused() -> None:
     assert isinstance(auto("--memory", "0").exception, LayoutError)
     assert isinstance(auto("--memory", "4,4").exception, LayoutError)
     assert auto("--forward", "long").exit_code == 2
+    assert auto("--v", "--chunks", 3).exit_code == 2

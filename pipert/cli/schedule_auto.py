@@ -31,7 +31,9 @@ from pipert.scheduler.simulate import simulate
 def auto(
     ranks: Annotated[int, typer.Option("--ranks", help="Pipeline ranks.")] = 4,
     microbatches: Annotated[int, typer.Option("--microbatches", help="Micro-batches of a step.")] = 8,
-    chunks: Annotated[int, typer.Option("--chunks", help="Stages a rank, placed as in interleaved schedules.")] = 1,
+    chunks: Annotated[
+        int | None, typer.Option("--chunks", help="Stages a rank, placed as in interleaved schedules; default 1.")
+    ] = None,
     v: Annotated[bool, typer.Option("--v", help="Two stages a rank, placed as in V-shaped schedules.")] = False,
     forward: Forward = "1",
     backward: Annotated[
@@ -56,7 +58,11 @@ def auto(
     """Search for the fastest schedule of given costs and memory; tell how far from the best it can be."""
     from pipert.scheduler.search import search
 
-    placement = Placement.v(ranks) if v else Placement.looped(ranks, chunks)
+    if v and chunks not in (None, 2):
+        raise typer.BadParameter(
+            f"--v puts two stages on a rank, not {chunks}; leave one of them out", param_hint="--chunks"
+        )
+    placement = Placement.v(ranks) if v else Placement.looped(ranks, 1 if chunks is None else chunks)
     costs = _costs(forward, backward, weight, comm, placement.num_stages)
     limits = None if memory is None else numbers("--memory", memory, int)
     found = search(

@@ -33,7 +33,7 @@ from tests.scheduler.torch_schedules import CLASSES, as_csv, make
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_every_generator_is_safe_on_every_layout_and_named_transport(name: str) -> None:
-    assert_schedule_ok(name, most_ranks=16, most_microbatches=40, most_chunks=4, examples=25)
+    assert_schedule_ok(name, in_order=True, most_ranks=16, most_microbatches=40, most_chunks=4, examples=25)
 
 
 @pytest.mark.parametrize(("name", "limit"), [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)])
@@ -41,6 +41,20 @@ def test_a_limit_may_depend_on_the_layout(name: str, limit: int) -> None:
     assert_schedule_ok(name, transport="mpi", limits=lambda ranks, _: limit * ranks)
     with pytest.raises(AssertionError, match=r"^ranks = 3, microbatches = 3\nunsafe: .*\n  limit at rank 0"):
         assert_schedule_ok(name, transport="mpi", limits=lambda ranks, _: limit * ranks - (ranks == 3))
+
+
+def test_sums_in_another_order_are_found_if_that_is_asked() -> None:
+    def last_two_exchanged(ranks: int, microbatches: int) -> Schedule:
+        made = one_f_one_b(ranks, microbatches)
+        other = {microbatches - 1: microbatches - 2, microbatches - 2: microbatches - 1} if microbatches > 1 else {}
+        rows = [[a._replace(microbatch=other.get(a.microbatch, a.microbatch)) for a in row] for row in made.rows]
+        return Schedule.of("exchanged", made.placement, microbatches, rows)
+
+    assert_schedule_ok(last_two_exchanged)
+    with pytest.raises(
+        AssertionError, match=r"^ranks = 1, microbatches = 2\nrank 0: .* weight gradient of micro-batch 1"
+    ):
+        assert_schedule_ok(last_two_exchanged, in_order=True)
 
 
 # ---- PyTorch's ----
