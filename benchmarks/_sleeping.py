@@ -45,7 +45,7 @@ class SleepStage(nn.Module):
 
 
 class SplitSleep(nn.Module):
-    """A small product whose forward, input gradient and weight gradient take their time.
+    """Two small products by one weight, whose forward, input gradient and weight gradient take their time.
 
     Args:
         forward: seconds of a forward.
@@ -63,7 +63,8 @@ class SplitSleep(nn.Module):
         self._node.register_prehook(lambda gradients: time.sleep(weights * (gradients[0] is not None)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product = self.multiply(x, self.weight)
+        # Twice: the sum of two products is autograd's, wherever it is made, and its node for the weight sleeps.
+        product = self.multiply(self.multiply(x, self.weight), self.weight)
         return _Sleep.apply(product, torch.ones(1), *self._seconds)  # type: ignore[no-any-return,no-untyped-call]
 
 
