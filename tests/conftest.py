@@ -13,6 +13,9 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "
 # Sources of kernels compile without a warning.
 os.environ["PIPERT_KERNEL_WARNINGS"] = "error"
 
+# Ranks start by the hundred: each would compile every source file again where the byte code is not kept.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Timings on shared machines say nothing about an example, so there is no deadline for one; pytest-timeout ends hangs.
 settings.register_profile("dev", deadline=None, print_blob=True)
 settings.register_profile(
