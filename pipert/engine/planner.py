@@ -96,26 +96,28 @@ class Planner:
     def _cut(self, placement: Placement) -> Partition:
         cuts, graph = self._settings.cuts, self._graph
         partition = partition_graph(graph, placement.num_stages, cuts=cuts)
-        if cuts is not None or partition.order != tuple(block.name for block in graph.blocks):
+        if not self._is_free(partition):
             return partition
         counts = balanced_counts(graph, partition, placement)
         return partition if counts == partition.counts else partition_graph(graph, placement.num_stages, cuts=counts)
 
     def _tilted(self, placement: Placement, partition: Partition) -> list[Partition]:
         """Cuts by which ranks may wait less."""
-        graph = self._graph
-        if self._settings.cuts is not None or partition.order != tuple(block.name for block in graph.blocks):
-            return []
-        others = tilted_counts(partition, placement)
-        return [partition_graph(graph, placement.num_stages, cuts=counts) for counts in others]
+        others = tilted_counts(partition, placement) if self._is_free(partition) else ()
+        return [partition_graph(self._graph, placement.num_stages, cuts=counts) for counts in others]
+
+    def _is_free(self, partition: Partition) -> bool:
+        """Whether the blocks may be cut elsewhere: nobody has said where, and their order is the model's."""
+        names = tuple(block.name for block in self._graph.blocks)
+        return self._settings.cuts is None and partition.order == names
 
     def _fastest(self, plans: Sequence[AutoPlan]) -> AutoPlan:
         """The plan with the least makespan; those that cannot have it are not searched."""
-        best, count = plans[0], self._settings.microbatches
+        best, least = plans[0], self._usual(plans[0])
         for plan in plans[1:]:
-            bound = lower_bound(plan.costs, plan.placement, count, plan.limits)
-            if bound < self._usual(best) and self._usual(plan) < self._usual(best):
-                best = plan
+            bound = lower_bound(plan.costs, plan.placement, self._settings.microbatches, plan.limits)
+            if bound < least and self._usual(plan) < least:
+                best, least = plan, self._usual(plan)
         return best
 
     def _plan(self, partition: Partition, placement: Placement, costs: Costs, options: AutoOptions) -> AutoPlan:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from pipert.comm.local import run_ranks
 from pipert.comm.mesh import Mesh
+from pipert.engine import auto
 from pipert.engine.auto import AutoOptions
 from pipert.engine.balance import balanced_counts, tilted_counts
 from pipert.engine.links import measure_links
@@ -25,6 +26,7 @@ from pipert.scheduler.formats.text import dumps, loads
 from pipert.scheduler.generators.registry import generate
 from pipert.scheduler.placement import Placement
 from pipert.scheduler.schedule import Schedule
+from pipert.scheduler.search import search
 from pipert.scheduler.simulate import simulate
 from tests.engine.test_zero_bubble import zoo
 from tests.engine.world import (
@@ -118,6 +120,19 @@ def test_no_rank_keeps_more_than_its_limit(in_flight: Any) -> None:
         options = AutoOptions(in_flight=in_flight, placements=placements)  # type: ignore[arg-type]
         measured = on_ranks(3, peaks, microbatches=6, auto=options)[0]
         assert all(peak <= stages * limit for peak, limit in zip(measured, allowed, strict=True))
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_one_rank_searches_for_all_also_where_there_is_one_placement(pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+
+    def counted(costs: Costs, ranks: int, microbatches: int, **options: Any) -> Any:
+        searched.append(microbatches)
+        return search(costs, ranks, microbatches, **options)
+
+    monkeypatch.setattr(auto, "search", counted)
+    on_ranks(pp, lambda pipe: pipe.found, auto=AutoOptions(placements=("flat",)))
+    assert searched == [4]
 
 
 def test_bytes_limit_what_is_kept_and_too_few_are_refused_on_every_rank() -> None:
