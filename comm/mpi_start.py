@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -91,20 +91,24 @@ def promised_size(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | 
     names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
     if "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ:  # set by srun, not in a batch script
         names += ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"]
-    for name in names:
-        if environ.get(name, "").isdigit():
-            return name, int(environ[name])
-    return None
+    return _first_number(names, environ)
+
+
+def _first_number(names: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """The first of these variables that holds a number, and that number."""
+    return next(((name, int(environ[name])) for name in names if environ.get(name, "").isdigit()), None)
 
 
 def promised_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     """This process's rank as the launcher says, before MPI has started; None when there is no launcher."""
-    return next((int(environ[name]) for name in _RANKS if environ.get(name, "").isdigit()), None)
+    found = _first_number(_RANKS, environ)
+    return found and found[1]
 
 
 def promised_local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     """This process's number among those of its machine, as the launcher says; None when it says nothing."""
-    return next((int(environ[name]) for name in _LOCAL_RANKS if environ.get(name, "").isdigit()), None)
+    found = _first_number(_LOCAL_RANKS, environ)
+    return found and found[1]
 
 
 def check_size(size: int, library: str, environ: Mapping[str, str] = os.environ) -> None:

@@ -55,10 +55,10 @@ class Family:
         if queues is None:
             return
         uses = list(self.lanes.values())
-        mine = [uses.count("messages") + messages, uses.count("group") + groups, -queues.number]
-        columns = zip(*map(json.loads, exchange(json.dumps(mine).encode())), strict=True)
-        most_messages, most_groups, fewest = map(max, columns)
-        check_queues(most_messages, most_groups, Queues(queues.variable, -fewest))
+        mine = [uses.count("messages") + messages, uses.count("group") + groups, queues.number]
+        everybodys = zip(*map(json.loads, exchange(json.dumps(mine).encode())), strict=True)
+        messages_of, groups_of, numbers = everybodys
+        check_queues(max(messages_of), max(groups_of), Queues(queues.variable, min(numbers)))
 
     def end(self) -> None:
         """The job has failed: end all operations, or GPUs would wait in them for ever."""

@@ -34,9 +34,7 @@ class Queues(NamedTuple):
     number: int
 
 
-def queues_of(
-    device: torch.device, environ: Mapping[str, str], hip: bool = torch.version.hip is not None
-) -> Queues | None:
+def queues_of(device: torch.device, environ: Mapping[str, str], hip: bool) -> Queues | None:
     """The queues of a device; None where there is no such limit, as on the CPU.
 
     Args:
