@@ -141,12 +141,16 @@ def assert_schedule_ok(
         LayoutError: the generator refuses every layout, or no schedule or transport is called that.
     """
     rules = _rules(transport)
+
+    def judge(made: Schedule | Program, title: str = "", layout: tuple[int, ...] = ()) -> None:
+        _require(title, made, rules, limits(*layout) if callable(limits) else limits, in_order)
+
     if isinstance(target, Schedule | Program):
-        _require("", target, rules, limits() if callable(limits) else limits, in_order)
+        judge(target)
         return
     make, takes_chunks = _generator(target)
     sizes = (most_ranks, most_microbatches, most_chunks if takes_chunks else 1)
-    _search(make, (rules, limits, in_order), sizes, examples, 3 if takes_chunks else 2)
+    _search(make, judge, sizes, examples, 3 if takes_chunks else 2)
 
 
 def _generator(target: Generator | str) -> tuple[Generator, bool]:
@@ -166,17 +170,12 @@ def _generator(target: Generator | str) -> tuple[Generator, bool]:
 
 
 def _search(
-    make: Generator,
-    wanted: tuple[Sequence[Semantics], Any, bool],
-    sizes: tuple[int, int, int],
-    examples: int,
-    arguments: int,
+    make: Generator, judge: Callable[..., None], sizes: tuple[int, int, int], examples: int, arguments: int
 ) -> None:
     """Let hypothesis look for the smallest layout that fails."""
     from hypothesis import HealthCheck, Phase, given, settings
 
     tried, refusal = 0, ""
-    rules, limits, in_order = wanted
 
     @settings(
         max_examples=examples,
@@ -202,7 +201,7 @@ def _search(
         title = ", ".join(f"{name} = {value}" for name, value in words)
         if not isinstance(made, Schedule | Program):
             raise AssertionError(f"{title}\nthe generator returns {made!r:.60}; return a Schedule or a Program")
-        _require(title, made, rules, limits(*layout) if callable(limits) else limits, in_order)
+        judge(made, title, layout)
 
     every_layout()
     if not tried:
